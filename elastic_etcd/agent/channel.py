@@ -1,4 +1,8 @@
-"""The agent's end of the channel to its workers: a Unix socket in the agent's own directory.
+"""The agent's end of the channel to its workers: a Unix socket with an abstract name.
+
+Such a name is in no file system, so nobody can remove it. It is a network namespace's, which hosts
+and containers may share, so it is drawn at random, and who may call is asked of the kernel: this
+user, in this agent's process namespace or one below it.
 
 No call blocks, and nothing that a worker sends is trusted, since it runs its user's code. A worker
 that sends what it must not, sends too much or does not read loses its connection, with a warning,
@@ -11,13 +15,9 @@ import errno
 import logging
 import os
 import socket
-import struct
 from collections import deque
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 
-from elastic_etcd.agent.directories import LOOK, leads_to
 from elastic_etcd.agent.timer import Timer
 from elastic_etcd.protocol.messages import (
     LONGEST,
@@ -41,8 +41,7 @@ from elastic_etcd.protocol.messages import (
     encode,
     from_worker,
 )
-from elastic_etcd.protocol.packets import receive
-from elastic_etcd.system.threads import in_thread
+from elastic_etcd.protocol.packets import address_of, peer_of, receive
 
 _WORKERS = 1024  # connections
 _NAMES = 128  # that one worker may have us keep: copies of the pieces of many ranks, for one
@@ -51,7 +50,6 @@ _UNREAD = 1 << 18  # bytes that a worker may leave unread
 _DESCRIPTOR = 1 << 12  # and a descriptor counts for so many: a process may have few of them
 _QUESTIONS = 16  # without an answer so far
 _ACCEPT_AGAIN = 1.0
-_UCRED = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 log = logging.getLogger(__name__)
 
@@ -72,58 +70,29 @@ class ChannelServer:
         self.channels: set[WorkerChannel] = set()
         self.leaving = False  # whether this node is to leave
         self.reason = ""  # why the present generation was begun
-        self.path = ""  # of the socket
-        self.held = ""  # another one, which holds also when that is removed
-        self._file = -1
+        self.name = ""  # of the socket
         self._socket: socket.socket | None = None
         self._again = Timer()
 
-    def open(self, folder: str) -> str:
-        """Listen in a directory that only this user can reach; the path. Raises OSError."""
-        self.path = f"{folder}/agent"
-        sock, self._file = self._bind()
-        self.held = f"/proc/{os.getpid()}/fd/{self._file}"
-        self._listen(sock)
-        return self.path
-
-    async def renew(self) -> None:
-        """Listen anew, at the same path, if somebody has removed the socket. Raises OSError."""
-        if await in_thread(partial(leads_to, self.path, self._file), LOOK):
-            return
-        sock, file = await in_thread(self._bind, LOOK)
-        os.dup2(file, self._file, inheritable=False)
-        os.close(file)
-        self._stop_listening()
-        self._listen(sock)
-
-    def _bind(self) -> tuple[socket.socket, int]:
-        """A socket at `path`, and a descriptor of that file. In any thread."""
-        Path(self.path).unlink(missing_ok=True)
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        sock.setblocking(False)
-        sock.bind(self.path)
-        sock.listen(_WORKERS)
-        return sock, os.open(self.path, os.O_PATH)
-
-    def _listen(self, sock: socket.socket) -> None:
-        self._socket = sock
-        asyncio.get_running_loop().add_reader(sock, self._accept)
-
-    def _stop_listening(self) -> None:
-        self._again.cancel()
-        if self._socket:
-            asyncio.get_running_loop().remove_reader(self._socket)
-            self._socket.close()
-            self._socket = None
+    def open(self) -> str:
+        """Listen at a name of its own, which is returned. Raises OSError."""
+        self.name = f"@elastic_etcd-{os.urandom(16).hex()}"
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.setblocking(False)
+        self._socket.bind(address_of(self.name))
+        self._socket.listen(_WORKERS)
+        asyncio.get_running_loop().add_reader(self._socket, self._accept)
+        return self.name
 
     def close(self) -> None:
         """Hang up on everybody, and let go of what was kept."""
         for channel in tuple(self.channels):
             channel.close()
-        self._stop_listening()
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        self._again.cancel()
+        if self._socket:
+            asyncio.get_running_loop().remove_reader(self._socket)
+            self._socket.close()
+            self._socket = None
         for fd in (*self.kept.values(), *self.shared.values()):
             os.close(fd)
         self.kept.clear()
@@ -191,9 +160,10 @@ class ChannelServer:
             loop.remove_reader(self._socket)
             self._again.start(_ACCEPT_AGAIN, loop.add_reader, self._socket, self._accept)
             return
-        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-        pid, uid, _ = _UCRED.unpack(credentials)
+        pid, uid = peer_of(sock)
         why = "too many have called" if len(self.channels) >= _WORKERS else ""
+        if not pid:
+            why = "it is in another container"
         if uid != os.geteuid():
             why = f"it is user {uid}"
         if why:

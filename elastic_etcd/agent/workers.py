@@ -21,7 +21,6 @@ from msgspec.structs import replace
 from elastic_etcd.agent.address import Reached
 from elastic_etcd.agent.channel import ChannelServer, WorkerChannel
 from elastic_etcd.agent.config import AgentConfig, substitute
-from elastic_etcd.agent.directories import LOOK, Directory
 from elastic_etcd.agent.environment import common_env, worker_env
 from elastic_etcd.agent.failures import failure_message, for_want_of_memory, lacks_device_memory
 from elastic_etcd.agent.guardian import Guardian
@@ -96,8 +95,8 @@ class Workers:
         tasks: Tasks,
         membership: Membership,
         guardian: Guardian,
-        folder: Directory,
-        memory: Directory | None = None,
+        folder: str = "",
+        memory: str = "",
     ) -> None:
         self.generation = 0
         self._config = config
@@ -105,7 +104,7 @@ class Workers:
         self._inbox = tasks.inbox
         self._tasks = tasks
         self._membership = membership
-        self._directory, self._memory = folder, memory
+        self._folder, self._memory = folder, memory
         one_node = config.limits.max_nodes == 1
         self._stdin = 0 if one_node else subprocess.DEVNULL
         self._at_terminal = one_node and config.nproc == 1 and os.isatty(0) and os.isatty(1)
@@ -123,7 +122,7 @@ class Workers:
             config.kill_timeout, tasks, guardian, self._mark, self._running, self._parked
         )
         self._channels = ChannelServer(self._take_message)
-        self._channels.open(folder.path)
+        self._channels.open()
         self._timers: FileTimers | None = None
         self._pages = ActivityPages()
         self._launches = self._oom_kills = 0
@@ -168,7 +167,7 @@ class Workers:
         if self._config.timer_file is not None:
             from elastic_etcd.agent import file_timers  # noqa: PLC0415 - only if they are asked for
 
-            path = self._config.timer_file or f"{self._directory.path}/timers"
+            path = self._config.timer_file or f"{self._folder}/timers"
             self._timers = file_timers.FileTimers(path, self._timer_expired)
         if mode := self._config.numa_binding:
             from elastic_etcd.agent.devices import cpus_near_gpus  # noqa: PLC0415 - as above
@@ -351,11 +350,10 @@ class Workers:
             local_rank,
             error_file=error_file,
             interface=self._interface,
-            socket=self._channels.path,
-            held_socket=self._channels.held,
+            socket=self._channels.name,
             activity=self._pages.begin(local_rank, measured=limits.seek_stragglers(now.nodes)),
             mark=str(self._mark),
-            memory=self._memory.path if self._memory else "",
+            memory=self._memory,
             timer_file=self._timers.path if self._timers else "",
             cpus=self._cpus[local_rank] if self._cpus else "",
         )
@@ -374,7 +372,8 @@ class Workers:
         return False
 
     async def _start_workers(self, specs: Sequence[WorkerSpec]) -> None:
-        await self._renew_paths()
+        if self._timers:
+            await self._renew(self._timers)
         if self._lacked_memory:
             from elastic_etcd.agent import device_memory  # noqa: PLC0415 - only after such a failure
 
@@ -387,18 +386,13 @@ class Workers:
             self._take_message(channel, message)
         self._tell_elastic()
 
-    async def _renew_paths(self) -> None:
-        """Make anew what others have removed, so that no worker fails for it."""
+    async def _renew(self, timers: "FileTimers") -> None:
+        """Make the pipe of timers anew if others have removed it: no worker is to fail for that."""
         try:
-            await in_thread(self._directory.renew, LOOK)
-            await self._channels.renew()
-            if self._timers:
-                await self._timers.renew()
-            if self._memory:
-                await in_thread(self._memory.renew, LOOK)
+            await timers.renew()
         except (OSError, RuntimeError, UsageError) as error:  # RuntimeError: no thread is to be had
             why = str(error) or "the disk stands still"
-            log.warning("what others have removed in %s stays so: %s", self._directory.path, why)
+            log.warning("what others have removed in %s stays so: %s", self._folder, why)
 
     async def _start_worker(self, spec: WorkerSpec) -> None:
         local_rank, at_terminal = spec.local_rank, self._at_terminal

@@ -275,7 +275,7 @@ class ImportTimes:
         ids = {name: int(env[f"ELASTIC_ETCD_{name.upper()}"]) for name in names}
         with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as channel:
             channel.settimeout(PATIENCE)
-            channel.connect(env["ELASTIC_ETCD_SOCKET"])
+            channel.connect(env["ELASTIC_ETCD_SOCKET"].replace("@", "\0", 1))
             say(channel, "hello", v=1, pid=os.getpid(), **ids)
             channel.recv(1 << 16)  # what is left unread would end the connection before it is read
             say(channel, "imported", seconds=dict(slow[:MOST_IMPORTED]))

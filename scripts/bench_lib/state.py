@@ -251,7 +251,7 @@ def node(size: int, megabytes: int, repeat: int) -> dict[str, float]:
     command = [sys.executable, "-m", "scripts.bench_lib.state", "--megabytes", str(megabytes)]
     command += ["--repeat", str(repeat), "--size", str(size)]
     with TemporaryDirectory(dir="/dev/shm") as folder, Job() as agent:
-        env = os.environ | {"ELASTIC_ETCD_SOCKET": agent.path, "ELASTIC_ETCD_GENERATION": "0"}
+        env = os.environ | {"ELASTIC_ETCD_SOCKET": agent.name, "ELASTIC_ETCD_GENERATION": "0"}
         env["PYTHONWARNINGS"] = "ignore"  # of a checkpoint that is written again
         ranks = [
             subprocess.Popen(

@@ -11,7 +11,6 @@ from elastic_etcd.agent.channel import ChannelServer, WorkerChannel
 from elastic_etcd.agent.prefork import Prefork, saved_by_preload
 from elastic_etcd.protocol.messages import Disconnected, FromWorker, Imported
 from elastic_etcd.system.child_process import exited
-from tests.support.channels import opened
 from tests.unit.prefork import DEADLINE, BothWays
 
 pytestmark = pytest.mark.timeout(600)
@@ -84,7 +83,7 @@ async def told_by(given: BothWays, argv: list[str]) -> tuple[list[Imported], lis
             gone.set()
 
     channels = ChannelServer(heard)
-    env = {**given.env, "ELASTIC_ETCD_SOCKET": opened(channels)}
+    env = {**given.env, "ELASTIC_ETCD_SOCKET": channels.open()}
     env |= {"ELASTIC_ETCD_LOCAL_RANK": "0", "ELASTIC_ETCD_GENERATION": "2"}
     prefork = Prefork(argv, given.env, (), 1, asyncio.create_task)
     prefork.start()

@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from elastic_etcd.agent.config import AgentConfig
-from elastic_etcd.agent.directories import own_directory
 from elastic_etcd.agent.inbox import Tasks, Unkillable
 from elastic_etcd.agent.output.logs import Logs
 from elastic_etcd.agent.worker import WorkerSpec
@@ -63,8 +62,7 @@ class Watched:
         one = Limits(1, 1)
         config = AgentConfig(None, "j", ("train",), "n", 1, one, prefork=False, lease_ttl=0, **more)
         membership, guardian = cast("Membership", Asked()), cast("Guardian", self.guarded)
-        self.directory = own_directory()
-        self.workers = Workers(config, logs, tasks, membership, guardian, self.directory)
+        self.workers = Workers(config, logs, tasks, membership, guardian)
         tasks.create(self._hear())
 
     @classmethod
@@ -79,7 +77,6 @@ class Watched:
                 workers = watched.workers
                 workers.close()
                 await watched.turns(lambda: not (watched.groups or workers._termination._groups))
-                watched.directory.remove()
 
     @property
     def pids(self) -> dict[int, int]:
@@ -102,7 +99,7 @@ class Watched:
             rank = first + local_rank
             file = self.logs.error_file(generation, rank)
             env = {**os.environ, "TORCHELASTIC_ERROR_FILE": file}
-            env["ELASTIC_ETCD_SOCKET"] = self.workers._channels.path
+            env["ELASTIC_ETCD_SOCKET"] = self.workers._channels.name
             env["ELASTIC_ETCD_ACTIVITY"] = self.workers._pages.begin(local_rank)
             env["ELASTIC_ETCD_GENERATION"] = str(generation)
             env["LOCAL_RANK"] = str(local_rank)
