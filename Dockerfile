@@ -24,7 +24,7 @@ COPY elastic_etcd/version.py elastic_etcd/
 # All but torch by their hashes; scripts/lock makes the list, with what the examples need.
 RUN python3 -m venv /opt/venv \
     && pip install --require-hashes --no-deps --requirement /wheels/locked.txt \
-    && pip install '.[metrics,otel,web]'
+    && pip install '.[metrics,web]'
 
 FROM dependencies AS build
 COPY README.md ./

@@ -18,14 +18,12 @@ if TYPE_CHECKING:
 
 _USAGE = """\
 usage: elastic-etcd launch [options] script [argument ...]   run this node's agent
-       elastic-etcd accelerate [options] script [arg ...]    the same, configured by accelerate
        elastic-etcd status [options] JOB                     what a job does and went through
        elastic-etcd top [options] JOB                        the same on a screen that follows it
        elastic-etcd events [options] JOB                     the same, an event a line; --follow
        elastic-etcd report [options] JOB                     how much of its time it trained
        elastic-etcd serve [options] [JOB]                    all jobs on pages for a browser
        elastic-etcd wait [options] JOB                       until it is over, or --for training
-       elastic-etcd timeline [options] JOB --out FILE        what each node did, for Perfetto
        elastic-etcd drain [options] JOB NODE                 make a node leave, and keep it out
        elastic-etcd undrain [options] JOB NODE               let it come back
        elastic-etcd scale [options] JOB NODES                change how many nodes train
@@ -40,13 +38,11 @@ Each has --help, and those with a JOB take --all instead, but for scale and wait
 
 # Each command whose module has a `main` of its own.
 _MODULES = {
-    "accelerate": "frameworks.accelerate",
     "status": "cli.status",
     "top": "cli.live.top",
     "events": "cli.events",
     "report": "cli.report",
     "wait": "cli.wait",
-    "timeline": "cli.timeline",
     "serve": "cli.live.serve",
 }
 

@@ -83,8 +83,6 @@ APPROVE_TIMEOUT = 6.0  # for the word to it that the machine may go
 HEALTH_TIMEOUT = 60.0  # for the command of --health-check
 HEALTH_INTERVAL = 60  # between two of them
 
-TRACES_FLUSH = 2.0  # at the end, for spans to reach their collector
-
 # Somebody who looks at a job.
 LOOK_PERIOD = 2.0  # between two paces of a node
 LOOK_TTL = 10  # so long nodes go on to tell their paces when who has looked was killed

@@ -105,7 +105,6 @@ from elastic_etcd.version import __version__
 if TYPE_CHECKING:
     from elastic_etcd.agent.followers.metrics import Metrics
     from elastic_etcd.agent.followers.periodic import PeriodicFollower
-    from elastic_etcd.agent.followers.traces import Traces
     from elastic_etcd.etcd.embedded import EmbeddedEtcd
 
 _CUT_OFF = "this node is cut off from etcd"
@@ -127,8 +126,8 @@ def run(config: AgentConfig, follow: Callable[[Logs], Follower] | None = None) -
     """
     forget_another_agents(os.environ)
     check_devices(config)
-    with _metrics(config) as metrics, _traces(config) as traces:
-        return asyncio.run(_run_agent(config, metrics, traces, follow))
+    with _metrics(config) as metrics:
+        return asyncio.run(_run_agent(config, metrics, follow))
 
 
 def _metrics(config: AgentConfig) -> "AbstractContextManager[Metrics | None]":
@@ -141,17 +140,6 @@ def _metrics(config: AgentConfig) -> "AbstractContextManager[Metrics | None]":
         needs = "pip install 'elastic_etcd[metrics]'"
         raise UsageError(f"--metrics-addr: {error}; {needs}") from error
     return serving(config)
-
-
-def _traces(config: AgentConfig) -> "AbstractContextManager[Traces | None]":
-    """They are sent while this is open, where that was asked for. Raises UsageError."""
-    if not config.traces:
-        return nullcontext()
-    try:
-        from elastic_etcd.agent.followers.traces import tracing  # noqa: PLC0415 - only if it is asked for
-    except ModuleNotFoundError as error:
-        raise UsageError(f"--traces: {error}; pip install 'elastic_etcd[otel]'") from error
-    return tracing(config)
 
 
 class Resources(NamedTuple):
@@ -168,7 +156,6 @@ class Resources(NamedTuple):
 async def _run_agent(
     config: AgentConfig,
     metrics: "Metrics | None",
-    traces: "Traces | None",
     follow: Callable[[Logs], Follower] | None,
 ) -> int:
     async with AsyncExitStack() as scope:
@@ -179,7 +166,7 @@ async def _run_agent(
         def build(tasks: Tasks) -> Agent:
             membership = Membership(client, config, tasks, guardian)
             workers = Workers(config, logs, tasks, membership, guardian, folder, memory)
-            accounting = TimeAccounting(workers, traces.pass_phase if traces else None)
+            accounting = TimeAccounting(workers)
             membership.spent_on = accounting.spent_on
             held = HeldMemory(membership.keys, workers, tasks)
             of_hangs = config.hang_timeout, membership.keys, workers, logs, tasks
@@ -204,8 +191,6 @@ async def _run_agent(
             if metrics:
                 metrics.follow(membership, workers, accounting, held)
                 followers.append(metrics)
-            if traces:
-                followers.append(traces)
             if follow:
                 followers.append(follow(logs))
             if config.preemption_watch:

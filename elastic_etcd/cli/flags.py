@@ -597,15 +597,6 @@ OUTPUT = Section(
             by_default="nowhere; extra [metrics]",
             more="See [prometheus.md](prometheus.md).",
         ),
-        Flag(
-            "--traces",
-            "each change of world as a trace of OpenTelemetry, whose variables (OTEL_*) say where "
-            "it goes",
-            None,
-            to="traces",
-            by_default="none; extra [otel]",
-            more="See [prometheus.md](prometheus.md#traces).",
-        ),
     ),
 )
 WITHOUT_MEANING = Section(

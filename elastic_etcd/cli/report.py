@@ -96,12 +96,6 @@ def worlds(view: View) -> list[History]:
     return [e for e in entries if e.run == entries[-1].run]
 
 
-def is_current(view: View, world: History) -> bool:
-    """Whether that world is the one that trains, if anybody is there."""
-    now = view.round
-    return now is not None and (now.generation, now.phase) == (world.generation, Phase.FINAL)
-
-
 def _hangs(view: View, now: float) -> float:
     """How long its workers have been in their step, where they hang, by the same clocks."""
     hang = status.hanging(view)
@@ -111,7 +105,9 @@ def _hangs(view: View, now: float) -> float:
 
 def _going_on(view: View, last: History, now: float) -> float:
     """How long the world that trains has done so, by its coordinator's clock and this one's."""
-    began = seconds_of(last.began_at)
-    if began is None or not view.members or not is_current(view, last):
+    began, current = seconds_of(last.began_at), view.round
+    if began is None or not view.members or current is None:
+        return 0.0
+    if (current.generation, current.phase) != (last.generation, Phase.FINAL):
         return 0.0
     return max(0.0, now - began)

@@ -113,13 +113,3 @@ def test_a_job_is_looked_at_while_it_trains_and_afterwards(job: Job) -> None:
     assert names(events(job))[-1] == "SUCCEEDED"
     assert f"goodput {100 * report['goodput']:.1f} %" in first.output
     assert sum("goodput" in agent.output for agent in (n1, n2)) == 1
-    is_traced(job)
-
-
-def is_traced(job: Job) -> None:
-    traced = job.directory / "all.json"
-    look(job, "timeline", "--out", str(traced))
-    spans = [e for e in json.loads(traced.read_text())["traceEvents"] if e["ph"] == "X"]
-    assert sum((e["pid"], e["name"]) == (1, "trained again") for e in spans) == 1
-    did = {(e["pid"], e["name"]) for e in spans}
-    assert did >= {(n, doing) for n in (0, 1) for doing in ("waiting", "starting", "training")}

@@ -14,14 +14,14 @@ from tests.support.etcd import EtcdServer
 ASKED_FOR = {
     *("agent.file_timers", "agent.peer_links", "core.stragglers", "etcd.embedded"),
     *("agent.followers.metrics", "agent.followers.metrics_server", "agent.followers.notices"),
-    *("agent.followers.straggler_watch", "agent.followers.traces"),
+    "agent.followers.straggler_watch",
 }
 # The others belong to other programs, and to the end.
 NOT_BY_DEFAULT = ASKED_FOR | {
     *("agent.devices", "agent.goodput", "system.trampoline"),
     *("children.entry", "children.forkserver", "children.guardian_process"),
     *("children.run_script", "children.store_server", "children.variables"),
-    *("api", "cli.query", "cli.steer", "frameworks", "launcher", "plugin", "train"),
+    *("api", "cli.query", "cli.steer", "launcher", "plugin", "train"),
 }
 AGENT = """
 import os, sys
@@ -72,9 +72,9 @@ def test_a_default_job_loads_no_more_than_it_needs_and_nothing_at_a_failure(
 
 
 def test_all_that_is_asked_for_is_loaded_before_the_first_worker(tmp_path: Path) -> None:
-    flags = ("--nnodes", "1:2", "--settle", "0", "--metrics-addr", "0", "--traces")
+    flags = ("--nnodes", "1:2", "--settle", "0", "--metrics-addr", "0")
     watch = ("--preemption-watch", f"file:{tmp_path / 'notice'}")
-    served = {"TORCHELASTIC_ENABLE_FILE_TIMER": "1", "OTEL_TRACES_EXPORTER": "none"}
+    served = {"TORCHELASTIC_ENABLE_FILE_TIMER": "1"}
     at_first, later = (set(line.split()) for line in run(tmp_path, *flags, *watch, **served))
     asked_for = {f"elastic_etcd.{name}" for name in ASKED_FOR}
     assert asked_for <= at_first

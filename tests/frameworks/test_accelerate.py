@@ -1,4 +1,4 @@
-"""`elastic-etcd accelerate` gives workers what `accelerate launch` gives them, or says why not.
+"""The launcher gives workers what `accelerate launch` would, by the recipe of docs/frameworks.md.
 
 And `accelerate launch` itself meets through etcd.
 """
@@ -8,12 +8,11 @@ import os
 import re
 import signal
 import subprocess
-import uuid
 from pathlib import Path
 
 import pytest
 
-from elastic_etcd.frameworks.accelerate import _PROGRAM
+from tests.frameworks.accelerate_recipe import LAUNCHES, run, variables
 from tests.support.etcd import EtcdServer
 from tests.support.job import ROOT
 from tests.support.processes import MARK, marked, send
@@ -24,10 +23,10 @@ pytestmark = [
     pytest.mark.nightly(part="frameworks"),
 ]
 
-SHOWS = """
+OURS = ("ACCELERATE_", "FSDP_", "KMP_", "PARALLELISM_CONFIG_")
+SHOWS = f"""
 import json, os
-ours = ("ACCELERATE_", "FSDP_", "KMP_", "OMP_", "CUDA_")
-print("has:", json.dumps({k: v for k, v in os.environ.items() if k.startswith(ours)}))
+print("has:", json.dumps({{k: v for k, v in os.environ.items() if k.startswith({OURS})}}))
 """
 CPU = """
 distributed_type: MULTI_CPU
@@ -65,72 +64,28 @@ ENTRY_POINT = """
 [torchrun.handlers]
 etcd-v3 = elastic_etcd.plugin.torchrun:etcd_v3
 """
-REFUSED = {
-    "nowhere.yaml": (None, "--config-file nowhere.yaml: no such file (looked from "),
-    "broken.yaml": ("[", "--config-file broken.yaml: accelerate can't read it: "),
-    "unknown.yaml": ("distributed_type: 'NO'\nnodes: 2", "had unknown keys (['nodes'])"),
-    "tpu.yaml": ("distributed_type: XLA", "a TPU's processes are started by torch_xla"),
-    "deepspeed.yaml": ("distributed_type: DEEPSPEED", "DeepSpeed is not installed"),
-}
-ASKS = """
-import json, sys
-sys.path.append(sys.argv.pop(1))
-from accelerate_environment import answer
-lines = [["--config_file", file, "train.py"] for file in sys.argv[1:]]
-print(json.dumps([answer(line, {}) for line in [*lines, ["--mixed_precision=8", "train.py"]]]))
-"""
 
 
 @pytest.mark.parametrize("text", [CPU, FSDP], ids=["cpu", "fsdp"])
 def test_workers_have_what_accelerate_launch_gives_them(
-    etcd: EtcdServer, tmp_path: Path, text: str
+    etcd: EtcdServer, tmp_path: Path, prefix: str, text: str
 ) -> None:
-    python = str(venv_or_skip("frameworks", *FRAMEWORKS))
-    (tmp_path / "file.yaml").write_text(text)
-    (tmp_path / "shows.py").write_text(SHOWS)
-    flags = ["--config_file", "file.yaml", "--dynamo_use_dynamic"]
-    job = ["--etcd", etcd.endpoint, "--job", uuid.uuid4().hex, "--start-method", "exec"]
-    theirs = has([python, "-m", "accelerate.commands.launch", *flags, "shows.py"], tmp_path)
-    ours = has([python, "-m", "elastic_etcd", "accelerate", *flags, *job, "shows.py"], tmp_path)
-    assert ours == theirs
-    assert theirs["ACCELERATE_DYNAMO_USE_DYNAMIC"] == "True"
+    python = venv_or_skip("frameworks", *FRAMEWORKS)
+    (tmp_path / "train.py").write_text(SHOWS)
+    told = variables(text, python, tmp_path)
+    theirs = run("accelerate launch --config_file accelerate.yaml train.py", python, tmp_path)
+    line = LAUNCHES.replace("etcd1:2379", f"{etcd.endpoint} --prefix {prefix}")
+    ours = run(line, python, tmp_path)
+    assert has(ours) == has(theirs)
+    assert has(theirs) == told
+    assert told["ACCELERATE_MIXED_PRECISION"] == ("bf16" if text == CPU else "no")
 
 
-def has(command: list[str], folder: Path) -> dict[str, str]:
+def has(said: str) -> dict[str, str]:
     """What the script shows of its environment."""
-    env = os.environ | {"PYTHONPATH": str(ROOT), "HF_HOME": str(folder)}
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env={k: v for k, v in env.items() if k != "OMP_NUM_THREADS"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-    (shown,) = re.findall(r"has: (\{.*\})", done.stdout)
+    (shown,) = re.findall(r"has: (\{.*\})", said)
     found: dict[str, str] = json.loads(shown)
     return found
-
-
-def test_what_can_not_work_is_said(tmp_path: Path) -> None:
-    python = str(venv_or_skip("frameworks", *FRAMEWORKS))
-    for name, (text, _) in REFUSED.items():
-        if text is not None:
-            (tmp_path / name).write_text(text)
-    told = subprocess.run(
-        [python, "-P", "-c", ASKS, str(_PROGRAM.parent), *REFUSED],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        check=True,
-    )
-    *answers, flag = json.loads(told.stdout)
-    for answer, (_, why) in zip(answers, REFUSED.values(), strict=True):
-        assert why in answer["error"]
-    assert "--mixed_precision" in flag["error"]
-    assert "invalid choice: '8'" in flag["error"]
 
 
 def test_accelerate_launch_meets_through_etcd(

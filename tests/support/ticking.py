@@ -6,14 +6,17 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.etcd import EtcdCluster, EtcdServer
 from tests.support.invariants import check_worlds
-from tests.support.job import TICKER, Agent, Job
+from tests.support.job import ROOT, TICKER, Agent, Job
 from tests.support.residue import Residue, passed
 
+# Before torch in the imports of the store server, which no worker of these jobs asks.
+NO_STORE = str(Path(__file__).with_name("no_store"))
 STEP_TIME = 0.03  # a little more than that, in fact
 ESTABLISHED = "01"
 
@@ -24,8 +27,11 @@ class TickingJob(Job):
     def start(self, node: str, *worker: str, **more: object) -> Agent:
         """As Job.start."""
         script = (TICKER, "--dir", ".", *worker)  # the same in each of a name
-        flags = {"start_method": "exec", "script": script} | more
-        return super().start(node, **flags)  # type: ignore[arg-type]
+        flags: dict[str, Any] = {"start_method": "exec", "script": script} | more
+        if flags["start_method"] == "exec":
+            paths = filter(None, (NO_STORE, str(ROOT), os.environ.get("PYTHONPATH")))
+            flags["env"] = {"PYTHONPATH": os.pathsep.join(paths)} | (flags.get("env") or {})
+        return super().start(node, **flags)
 
     def pair(self, **flags: object) -> tuple[Agent, Agent, int]:
         """Two nodes that train, and their generation."""

@@ -153,13 +153,6 @@ def test_report(shell: Shell) -> None:
     assert [found["job"] for found in objects(shell.ok("report", "--all", "--json"))] == [*"abcd"]
 
 
-def test_timeline(shell: Shell) -> None:
-    events = json.loads(shell.ok("timeline", "--all", "--json"))["traceEvents"]
-    names = {e["args"]["name"] for e in events if e["ph"] == "M"}
-    assert {f"{job}/n1" for job in "abcd"} < names
-    assert json.loads(shell.ok("timeline", "c", "--json"))["traceEvents"]
-
-
 @pytest.mark.parametrize("command", ["status", "top", "events", "report", "stop"])
 def test_no_job_at_all(empty: Shell, command: str) -> None:
     code, out, err = empty(command, "--all")

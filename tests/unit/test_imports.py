@@ -17,7 +17,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 # On the ground floor: the standard library, msgspec, and each other.
 GROUND = {"errors", "times", "version", "system", "protocol"}
 BELOW_AGENT = {"etcd", "core", *GROUND}
-COMMANDS = {"cli", "launch", "frameworks"}
+COMMANDS = {"cli", "launch"}
 # Each room with the rooms that it may import: those below it.
 MAY_IMPORT = {
     "errors": set[str](),
@@ -31,7 +31,6 @@ MAY_IMPORT = {
     "children": {"children", *BELOW_AGENT},  # CHILDREN says more
     "train": {"train", "core", "protocol", "system", "times", "errors", "version"},
     "cli": {*COMMANDS, "agent", *BELOW_AGENT},
-    "frameworks": {*COMMANDS, "agent", *BELOW_AGENT},
     "launch": {*COMMANDS, "agent", *BELOW_AGENT},
     "__main__": {*COMMANDS, "agent", *BELOW_AGENT},
     "plugin": {"plugin", "launch", "cli", "agent", *BELOW_AGENT},
@@ -56,7 +55,6 @@ IN_OTHER_PROGRAMS = {
 # The programs that are run by their path, which no import shows, and who runs them.
 RUN_BY_PATH: dict[str, str | tuple[str, ...]] = {
     "system/trampoline.py": "system/child_process.py",
-    "frameworks/accelerate_environment.py": "frameworks/accelerate.py",
     "children/entry.py": ("children/forkserver.py", "children/run_script.py"),
     "children/variables.py": "children/forkserver.py",
     "children/forkserver.py": "agent/prefork.py",
@@ -76,7 +74,6 @@ STARTERS = {"system/child_process.py", "agent/guardian.py", "launcher.py", "plug
 # What they import beside the standard library, and not at their start: their interpreter may not
 # have it, or they would grow by it.
 CHILDREN = {
-    "frameworks/accelerate_environment.py": {"accelerate", "torch"},
     "children/entry.py": {
         "elastic_etcd.protocol.activity"
     },  # for the type checker, as the next two
@@ -211,7 +208,7 @@ def test_the_ground_floor_needs_no_library_but_msgspec(file: Path) -> None:
 
 @pytest.mark.parametrize(
     ("library", "only"),
-    [("grpc", {"etcd"}), ("torch", {"train", "children", "plugin", "api", "frameworks"})],
+    [("grpc", {"etcd"}), ("torch", {"train", "children", "plugin", "api"})],
 )
 def test_a_library_is_imported_by_some_parts_only(library: str, only: set[str]) -> None:
     assert {part(file) for file in users(library)} == only
@@ -227,7 +224,6 @@ def users(library: str) -> set[Path]:
         ("grpc", "etcd/_grpc.py"),
         ("tenacity", "etcd/retry.py"),
         ("prometheus_client", "agent/followers/metrics.py"),
-        ("opentelemetry", "agent/followers/traces.py"),
         ("starlette", "cli/live/web.py"),
         ("uvicorn", "cli/live/serve.py"),
         ("shtab", "__main__.py"),
@@ -246,11 +242,7 @@ def test_one_room_asks_the_kernel_for_pidfds_and_memory_files() -> None:
 
 def test_every_program_that_is_run_by_its_path_has_one_who_runs_it() -> None:
     children = {named(f) for f in FILES if part(f) == "children" and f.stem != "__init__"}
-    elsewhere = {
-        "api/run_function.py",
-        "frameworks/accelerate_environment.py",
-        "system/trampoline.py",
-    }
+    elsewhere = {"api/run_function.py", "system/trampoline.py"}
     assert RUN_BY_PATH.keys() == CHILDREN.keys() == children | elsewhere
     for program, runners in RUN_BY_PATH.items():
         found = {named(file) for file in FILES if _names(file, ROOT / program)}
@@ -352,7 +344,7 @@ def test_a_worker_does_without_numpy_as_torch_does() -> None:
         (
             "elastic_etcd.agent.agent",
             {
-                *("torch", "numpy", "rich", "prometheus_client", "opentelemetry"),
+                *("torch", "numpy", "rich", "prometheus_client"),
                 *("http.client", "hashlib"),
                 *("elastic_etcd.agent.goodput", "elastic_etcd.agent.preflight"),
             },

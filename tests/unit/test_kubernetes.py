@@ -411,7 +411,7 @@ def test_what_is_written_has_a_place() -> None:
 
 def test_the_image_has_what_the_manifests_need() -> None:
     docker = (ROOT / "Dockerfile").read_text()
-    assert "'.[metrics,otel,web]'" in docker
+    assert "'.[metrics,web]'" in docker
     assert "COPY examples /examples" in docker
     user = job_spec("job")["template"]["spec"]["securityContext"]["runAsUser"]
     assert f"useradd --uid {user} " in docker

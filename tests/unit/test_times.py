@@ -73,7 +73,6 @@ from elastic_etcd.times import (
     STOP_PATIENCE,
     STUCK,
     SYNC_PATIENCE,
-    TRACES_FLUSH,
     UNKILLABLE,
 )
 
@@ -184,8 +183,6 @@ def test_the_one_ends_before_the_other(shorter: float, longer: float) -> None:
             ("who waits for a cause has it before a parked worker becomes one",
              HOLD, PARKED_PATIENCE),
             ("a watch may take as long as any attempt", ATTEMPT, OPEN_TIMEOUT),
-            ("a node that has left sends its spans while its supervisor waits",
-             TRACES_FLUSH, GRACE_LEAVE),
             ("a node that leaves isn't slower than what ends by itself",
              LEAVE_TIMEOUT, LEASE_TTL),
         )

@@ -6,7 +6,7 @@ times are of this agent's clock.
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from msgspec.structs import replace
 
@@ -27,16 +27,10 @@ _NO_STEP = frozenset((Doing.COMMIT, Doing.SAVE, Doing.QUIET))  # and training al
 
 
 class TimeAccounting:
-    """Accounts for one world after the other, and for each `recovery` in between.
+    """Accounts for one world after the other, and for each `recovery` in between."""
 
-    on_phase: is told of each phase that ends, in any world, with its beginning and its end.
-    """
-
-    def __init__(
-        self, workers: Workers, on_phase: Callable[[str, float, float], None] | None = None
-    ) -> None:
+    def __init__(self, workers: Workers) -> None:
         self.recovery = Recovery()
-        self._on_phase = on_phase or (lambda *_: None)
         self._workers = workers
         self._loop = asyncio.get_running_loop()
         self._state = State(Local(run=""), 0)
@@ -74,8 +68,6 @@ class TimeAccounting:
             self._spent = replace(self._spent, trained=self._spent.trained + now - self._since)
             self._since = now  # the others have trained on
         if was.running and not own.running:
-            if not self._finished:
-                self._on_phase("stop", self._ended, now)
             ended = replace(self._spent, stop=now - self._since)
             self._spent = ended if self._finished else self._measured(now)
             self._since = now
@@ -112,7 +104,6 @@ class TimeAccounting:
         assert begun
         self._tell_world(begun, now)
         self.recovery.begin_world(begun.cause, now)
-        self._on_phase("rendezvous", self._since, now)
         self._other = None
         self._spent = Spent(planned=int(begun.planned), rendezvous=now - self._since)
         self._since = self._began = now
@@ -154,13 +145,11 @@ class TimeAccounting:
             self._started = True
             entered = max(self._since, now - min(page.since_init for page in pages))
             self._spent = replace(self._spent, start=entered - self._since)
-            self._on_phase("start", self._since, entered)
             self._since = entered
             self.recovery.pass_phase("start", entered)
         if pages and all(page.steps for page in pages):
             pause = now - self._last if self._last is not None else 0.0
             self._spent = replace(self._spent, first_step=now - self._since, pause=pause)
-            self._on_phase("first_step", self._since, now)
             self._first = self._since = now
             self.recovery.train(now)
 
@@ -178,7 +167,6 @@ class TimeAccounting:
             self.recovery.forget()
         else:
             self.recovery.end_world(now, idle)
-            self._on_phase("detect", now - idle, now)
 
     def _measured(self, now: float) -> Spent:
         """On the world that has ended, of which some workers may still run."""

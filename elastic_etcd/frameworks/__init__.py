@@ -1,1 +1,0 @@
-"""Commands that a framework asks for."""
