@@ -19,28 +19,7 @@ from collections import deque
 from collections.abc import Callable
 
 from elastic_etcd.agent.timer import Timer
-from elastic_etcd.protocol.messages import (
-    LONGEST,
-    VERSION,
-    AskCurrent,
-    AskLeaving,
-    Current,
-    Disconnected,
-    Drop,
-    FromAgent,
-    FromWorker,
-    Hello,
-    Keep,
-    Kept,
-    Leaving,
-    NextWorld,
-    Recall,
-    Recalled,
-    Share,
-    Welcome,
-    encode,
-    from_worker,
-)
+from elastic_etcd.protocol import messages
 from elastic_etcd.protocol.packets import address_of, peer_of, receive
 
 _WORKERS = 1024  # connections
@@ -61,7 +40,7 @@ class ChannelServer:
     Disconnected() of each worker that had said hello; it is called from the event loop.
     """
 
-    def __init__(self, take: Callable[["WorkerChannel", FromWorker | Disconnected], None]) -> None:
+    def __init__(self, take: Callable[["WorkerChannel", messages.Heard], None]) -> None:
         self.take = take
         # Descriptors, which outlive the workers that gave them: of one local rank, or of all.
         self.kept: dict[tuple[int, str], int] = {}
@@ -191,16 +170,16 @@ class WorkerChannel:
         sock.setblocking(False)
         asyncio.get_running_loop().add_reader(sock, self._readable)
 
-    def send(self, message: FromAgent, fd: int = -1) -> bool:
+    def send(self, message: messages.FromAgent, fd: int = -1) -> bool:
         """Send it, or queue it; False when the worker is gone. Never blocks; `fd` stays ours."""
         if self._closed:
             return False
-        if isinstance(message, NextWorld):
+        if isinstance(message, messages.NextWorld):
             self.generation = message.generation
-        elif isinstance(message, Current):
+        elif isinstance(message, messages.Current):
             self._questions.discard(message.id)
         try:
-            self._unsent.append((encode(message), os.dup(fd) if fd >= 0 else -1))
+            self._unsent.append((messages.encode(message), os.dup(fd) if fd >= 0 else -1))
         except (OSError, ValueError) as error:
             self._drop(f"nothing can be handed to it: {error}")
         if len(self._unsent) == 1:
@@ -233,7 +212,7 @@ class WorkerChannel:
         if not self._closed:
             self.close()
             if self._greeted:
-                self._server.take(self, Disconnected())
+                self._server.take(self, messages.Disconnected())
 
     def _readable(self) -> None:
         try:
@@ -250,48 +229,48 @@ class WorkerChannel:
             return
         try:
             _check_whole(flags)
-            self._hear(from_worker(packet), fds)
+            self._hear(messages.from_worker(packet), fds)
         except ValueError as error:
             self._drop(f"malformed: {error}")
         finally:
             _close_all(fds)
 
-    def _hear(self, message: FromWorker, fds: list[int]) -> None:
+    def _hear(self, message: messages.FromWorker, fds: list[int]) -> None:
         """Take a message and its descriptor, which is taken out of `fds`."""
-        if isinstance(message, Hello) == self._greeted:
+        if isinstance(message, messages.Hello) == self._greeted:
             raise ValueError("hello comes first, and once")
-        if fds and not isinstance(message, Keep | Share):
+        if fds and not isinstance(message, messages.Keep | messages.Share):
             raise ValueError("a descriptor without a keep or share")
         match message:
-            case Hello():
+            case messages.Hello():
                 self._greet(message)
-            case Keep(number, name):
+            case messages.Keep(number, name):
                 self._server.keep(self.local_rank, name, _one(fds, "a keep"))
-                self.send(Kept(number, name))
-            case Share(number, name):
+                self.send(messages.Kept(number, name))
+            case messages.Share(number, name):
                 fd = self._server.share(self.local_rank, name, _one(fds, "a share"))
-                self.send(Recalled(number, name, found=True), fd)
-            case Drop(name):
+                self.send(messages.Recalled(number, name, found=True), fd)
+            case messages.Drop(name):
                 self._server.drop(self.local_rank, name)
-            case Recall(number, name):
+            case messages.Recall(number, name):
                 fd = self._server.kept.get((self.local_rank, name), -1)
-                self.send(Recalled(number, name, found=fd >= 0), fd)
-            case AskCurrent(number):
+                self.send(messages.Recalled(number, name, found=fd >= 0), fd)
+            case messages.AskCurrent(number):
                 self._questions.add(number)
                 if len(self._questions) > _QUESTIONS:
                     raise ValueError("too many questions at once")
                 self._server.take(self, message)
-            case AskLeaving(number):
-                self.send(Leaving(number, self._server.leaving))
+            case messages.AskLeaving(number):
+                self.send(messages.Leaving(number, self._server.leaving))
             case _:
                 self._server.take(self, message)
 
-    def _greet(self, hello: Hello) -> None:
-        if hello.v != VERSION:
-            raise ValueError(f"it speaks version {hello.v}, this agent {VERSION}")
+    def _greet(self, hello: messages.Hello) -> None:
+        if hello.v != messages.VERSION:
+            raise ValueError(f"it speaks version {hello.v}, this agent {messages.VERSION}")
         self.local_rank, self.generation = hello.local_rank, hello.generation
         self._greeted = True
-        self.send(Welcome(VERSION, self._server.reason))
+        self.send(messages.Welcome(messages.VERSION, self._server.reason))
 
     def _write_packets(self) -> None:
         while self._unsent and not self._closed:
@@ -320,7 +299,7 @@ class WorkerChannel:
 def _check_whole(flags: int) -> None:
     """Raise ValueError for a packet that was cut."""
     if flags & socket.MSG_TRUNC:
-        raise ValueError(f"more than {LONGEST} bytes at once")
+        raise ValueError(f"more than {messages.LONGEST} bytes at once")
     if flags & socket.MSG_CTRUNC:
         raise ValueError("too many descriptors at once")
 

@@ -29,7 +29,7 @@ from elastic_etcd.agent.membership import Membership
 from elastic_etcd.agent.output.logs import Logs, WorkerLog
 from elastic_etcd.agent.prefork import Prefork, saved_by_preload
 from elastic_etcd.agent.store import StoreServer, check_store
-from elastic_etcd.agent.termination import Termination
+from elastic_etcd.agent.termination import Asked, Termination
 from elastic_etcd.agent.worker import Worker, WorkerSpec, execute, through_run_script
 from elastic_etcd.core.lifecycle import (
     WorkerEnded,
@@ -42,21 +42,8 @@ from elastic_etcd.core.peers import LOST, blames_peers, ends_with_lost_peer, was
 from elastic_etcd.core.schema import Failure, Limits, Master, Participant, Round, TrainingPlace
 from elastic_etcd.core.words import listed, signal_name
 from elastic_etcd.errors import UsageError
+from elastic_etcd.protocol import messages
 from elastic_etcd.protocol.activity import Activity, ActivityPage, ActivityPages
-from elastic_etcd.protocol.messages import (
-    AskCurrent,
-    Bye,
-    Change,
-    Current,
-    Disconnected,
-    Diverged,
-    Elastic,
-    FromWorker,
-    Imported,
-    Interrupt,
-    Parked,
-    TrainingDone,
-)
 from elastic_etcd.system.child_process import Process
 from elastic_etcd.system.leftovers import (
     Mark,
@@ -109,7 +96,7 @@ class Workers:
         self._stdin = 0 if one_node else subprocess.DEVNULL
         self._at_terminal = one_node and config.nproc == 1 and os.isatty(0) and os.isatty(1)
         self._starting = False
-        self._early: list[tuple[WorkerChannel, FromWorker | Disconnected]] = []  # while it starts
+        self._early: list[tuple[WorkerChannel, messages.Heard]] = []  # while it starts
         self._running: dict[int, Worker] = {}  # by pid
         self._parked: dict[int, Worker] = {}
         self._parked_ended = asyncio.Event()
@@ -231,7 +218,7 @@ class Workers:
     def stop(
         self,
         grace: float | None,
-        notice: Change | Interrupt | None = None,
+        notice: messages.Change | messages.Interrupt | None = None,
         park: float | None = None,
     ) -> None:
         """Send SIGTERM now, SIGKILL after `grace` seconds. The shorter grace of two calls counts.
@@ -299,7 +286,7 @@ class Workers:
         if not self._parked:
             return
         for worker in self._parked.values():
-            if worker.channel is None or not worker.channel.send(Bye(reason)):
+            if worker.channel is None or not worker.channel.send(messages.Bye(reason)):
                 worker.terminate()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(GOODBYE):
@@ -532,12 +519,12 @@ class Workers:
 
     # --- what workers say -----------------------------------------------------------------
 
-    def _take_message(self, channel: WorkerChannel, message: FromWorker | Disconnected) -> None:
+    def _take_message(self, channel: WorkerChannel, message: messages.Heard) -> None:
         """Take a message of a worker; one of an older generation is ignored.
 
         Its end may be known before its last words are read.
         """
-        if isinstance(message, AskCurrent):
+        if isinstance(message, messages.AskCurrent):
             self._tasks.create(self._answer_current(channel, message.id))
             return
         worker = self._find(channel)
@@ -548,25 +535,24 @@ class Workers:
             log.debug("process %d is no worker of this node", channel.pid)
             return
         match message:
-            case Elastic():
+            case messages.Elastic():
                 worker.channel, worker.finished = channel, False
                 self._tell_elastic()
-            case TrainingDone():
+            case messages.TrainingDone():
                 worker.finished = True
                 self._tell_elastic()
-                stopping = self._termination.stopping and not self._termination.patient
-                if stopping and worker.pid in self._running:
+                if self._termination.asked is Asked.FIRMLY and worker.pid in self._running:
                     worker.terminate(self._termination.signal)  # it has not heard what it was told
-            case Disconnected() if worker.channel is channel:
+            case messages.Disconnected() if worker.channel is channel:
                 worker.channel = None
                 # It may be at its end, which says more.
                 asyncio.get_running_loop().call_later(_ENDING, self._tell_elastic)
-            case Parked(generation, error) if generation == self.generation:
+            case messages.Parked(generation, error) if generation == self.generation:
                 self._park(worker, error)
-            case Diverged(generation, line, named, alone) if generation == self.generation:
+            case messages.Diverged(generation, line, named, alone) if generation == self.generation:
                 rank = worker.spec.rank
                 self._inbox.put(WorkersDiverged(generation, rank, line, named, alone))
-            case Imported(seconds) if self._times_imports:
+            case messages.Imported(seconds) if self._times_imports:
                 self._times_imports = False
                 if line := saved_by_preload(seconds):
                     log.info("%s", line)
@@ -612,7 +598,7 @@ class Workers:
 
     async def _answer_current(self, channel: WorkerChannel, number: int) -> None:
         current, why = await self._membership.current(channel.generation)
-        channel.send(Current(number, current, why))
+        channel.send(messages.Current(number, current, why))
 
 
 def _kill_left(groups: Collection[int], mark: str) -> None:

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 import pytest
 from msgspec import Struct
@@ -38,6 +38,7 @@ from elastic_etcd.protocol.messages import (
     FromAgent,
     FromWorker,
     Gone,
+    Heard,
     Hello,
     Imported,
     Interrupt,
@@ -57,7 +58,6 @@ from elastic_etcd.train.agent_channel import Channel
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "contributing" / "channel.md"
 HELLO = Hello(1, 1, 0, 7)
-Heard: TypeAlias = FromWorker | Disconnected
 H = TypeVar("H", bound=Heard)
 
 
