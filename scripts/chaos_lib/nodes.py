@@ -424,7 +424,7 @@ class Etcd:
         self.healthy.guard(f"{PREFIX}/")
         for member in self.members:
             member.user = f"{ROOT_USER}:{ROOT_PASSWORD}"
-        own = (sys.executable, "-I", "-S", trampoline.__file__, str(os.getpid()), "1024", "--")
+        own = (sys.executable, "-I", "-S", trampoline.__file__, str(os.getpid()), "--")
         recorder = (sys.executable, "-m", "scripts.chaos_lib.history", self.endpoints, PREFIX)
         with (self._directory / "history.log").open("wb") as log:
             self._recorder = subprocess.Popen(

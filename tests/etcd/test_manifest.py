@@ -71,10 +71,7 @@ def cluster(manifest: str, directory: Path) -> Iterator[dict[str, int]]:
     with ExitStack() as scope:
         for name, log in zip(names, logs, strict=True):
             process = subprocess.Popen(
-                [
-                    *(sys.executable, "-I", "-S", trampoline.__file__),
-                    *(str(os.getpid()), "1024", "--", program),
-                ],
+                [sys.executable, "-I", "-S", trampoline.__file__, str(os.getpid()), "--", program],
                 env=environment(found, name, ports, directory),
                 stdout=scope.enter_context(log.open("wb")),
                 stderr=subprocess.STDOUT,
