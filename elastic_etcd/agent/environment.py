@@ -92,7 +92,6 @@ def worker_env(
         TORCHELASTIC_USE_AGENT_STORE="True",
         TORCHELASTIC_ERROR_FILE=error_file,
         TORCHELASTIC_SIGNALS_TO_HANDLE=",".join(number.name for number in config.signals),
-        ELASTIC_ETCD_JOB=config.job,
         ELASTIC_ETCD_GENERATION=str(now.generation),
         ELASTIC_ETCD_NODE=config.node,
         ELASTIC_ETCD_LOCAL_RANK=str(local_rank),  # also where LOCAL_RANK is made 0

@@ -99,16 +99,6 @@ def check() -> None:
         over.set()
 
 
-def reset_signals() -> None:
-    """Take back what a starter has left: a SIGCHLD that is ignored, signals that are blocked.
-
-    With SIGCHLD ignored (`trap '' CHLD`, some daemons) the kernel forgets how children end. SIGHUP
-    and SIGINT stay ignored if they are, as nohup and a shell's `&` want it. Main thread only.
-    """
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
-
-
 def machine() -> str:
     """The kernel's name and release, and the processor's."""
     seen = os.uname()

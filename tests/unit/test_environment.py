@@ -77,7 +77,6 @@ def test_every_variable() -> None:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_ERROR_FILE": "/tmp/error.json",
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
-        "ELASTIC_ETCD_JOB": "j",
         "ELASTIC_ETCD_GENERATION": "7",
         "ELASTIC_ETCD_NODE": "host-a",
         "ELASTIC_ETCD_LOCAL_RANK": "1",
