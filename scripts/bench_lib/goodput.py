@@ -42,13 +42,7 @@ launchers:
   prefork, exec  this program, the same script: restarted in each world, it goes on from its file.
   in process     this program, the script under ee.run: it commits each fifth step, and saves none.
 
-how steps are counted:
-  A step counts when it is reached for the first time; what is trained again, since it was not saved
-  or committed, does not count. The world's size does not matter: also a lone node makes steps. What
-  a death costs is the time in which the steps would have been done that are missing at the next
-  fault. A fault that finds nobody to hit is none, and its time is the one's before. The undisturbed
-  run is made twice, before and after, and the faster one counts: if they differ by more than a few
-  percent, or a share is above 100, the machine was busy with something else.
+How steps are counted is in docs/contributing/performance.md.
 
 examples:
   scripts/bench goodput                                  all of it, about 25 minutes
@@ -266,7 +260,6 @@ def arguments() -> argparse.Namespace:
     add("--only", action="append", choices=NAMES, help="this launcher; may be repeated")
     add("--schedule", action="store_true", help="print the faults, do nothing")
     add("--json", type=Path, help="write all samples")
-    add("--markdown", type=Path, help="write the table for a document")
     return parser.parse_args()
 
 
@@ -304,6 +297,4 @@ async def run(plan: Plan, args: argparse.Namespace) -> int:
     ours = [name for name in samples if name != "torchrun c10d"]
     first = "share of an undisturbed run"
     console.print(figures.table(title, shown, samples, ours, first))
-    if args.markdown:
-        args.markdown.write_text(figures.markdown(shown, samples, ours, first))
     return int(failed)

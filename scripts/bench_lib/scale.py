@@ -1,9 +1,8 @@
 """Rendezvous at scale: many agents on one real etcd, and what etcd counts.
 
-    scripts/bench scale --sizes 10,100,1000,10000 --json scale.json
+    scripts/bench scale --sizes 10,100,1000 --json scale.json
 
-Up to --agents nodes are agents of which only the workers are simulated; the others are members
-with keys, acks, leases and watches like theirs. Exit code 1 when a goal is missed.
+Each node is an agent of which only the workers are simulated. Exit code 1 when a goal is missed.
 """
 
 import argparse
@@ -12,10 +11,10 @@ import json
 import math
 import os
 import platform
-import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -30,7 +29,7 @@ from tests.support.etcd import EtcdServer
 from tests.support.etcd_versions import etcd_of
 
 from .figures import grid
-from .simulated import PATIENCE, Processes, Setup, SimulatedJob, Told
+from .simulated import PATIENCE, Processes, Setup, Told
 
 WAVE = 100  # nodes that start at once: a thousand from three processes would wait for processors
 RENEWALS = 150  # a second: leases last the longer the more there are, so that it does not rise
@@ -45,7 +44,7 @@ SETUP: dict[str, Any] = {
 }
 WATCH = 'grpc_method="Watch"'
 REQUESTS, EVENTS, KB, GROWTH = 10, 20, 20, 1.1  # the goals: of each node and change
-FORMED = {1000: 2.5, 10_000: 30.0}  # final within so many seconds of the last join
+FORMED = {1000: 2.5}  # final within so many seconds of the last join
 TIMED = ("formation", "node lost", "node joins")
 CHANGED = {1000: 1.0}  # likewise after a node that is lost or joins
 COORDINATED = 2.0  # seconds of the coordinator's processor in a formation
@@ -101,18 +100,17 @@ class Change:
     coordinator: float | None  # its own, since the last join; None where another takes its place
 
 
-class Job(SimulatedJob):
+class Job:
     """One job of `nodes` nodes, and the changes that it goes through."""
 
-    def __init__(
-        self, etcd: EtcdServer, client: Client, processes: Processes, nodes: int, agents: int
-    ) -> None:
-        super().__init__(processes, f"scale{nodes}")
-        processes.heard[""] = self._heard  # what the processes tell of themselves
+    def __init__(self, etcd: EtcdServer, client: Client, setup: Setup, processes: int) -> None:
+        nodes = setup.max_nodes
+        self.processes = Processes(setup, processes, self._heard)
+        self._news = asyncio.Event()
+        self._error: Told | None = None
         self._etcd = etcd
         self._client = client
         self._live = set(range(nodes))
-        self._agents = set(range(agents))
         self._generation = 0
         self._next = nodes
         self._cpu = (0.0, 0.0)
@@ -122,33 +120,42 @@ class Job(SimulatedJob):
         self._coordinator = 0
         self.changes: list[Change] = []
 
-    @property
-    def recorder(self) -> float:
-        """The flight recorders' share of the agents' CPU time, once all have ended."""
-        return sum(float(t.detail) for t in self.told if t.what == "recorder") / self._cpu[0]
-
     async def go(self) -> None:
         """Every kind of change once."""
         began = time.monotonic()
         before = await self._quiet()
         for first in range(1 - WAVE, len(self._live), WAVE):
             wave = self._live & set(range(first, first + WAVE))
-            self.command("start", wave)
-            await self.until(partial(self._joined, wave), "all join")
+            self.processes.command("start", wave)
+            await self._until(partial(self._joined, wave), "all join")
             if first % 1000 == 1:
                 log.log(f"{first + WAVE - 1} nodes have joined")
-        self._cpu = self._cpu[0], self._processes.cpu(FIRST)  # the coordinator's, since then
+        self._cpu = self._cpu[0], self.processes.cpu(FIRST)  # the coordinator's, since then
         await self._reach("formation", None, before, began)
         await self._lose("node lost", self._ordinary())
         await self._add("node joins")
         before = await self._quiet()
         since = time.monotonic()
-        self.command("fail", [self._ordinary()])
+        self.processes.command("fail", [self._ordinary()])
         await self._reach("worker fails", since, before)
         await self._lose("coordinator lost", self._coordinator)
 
+    async def _until(self, ready: Callable[[], bool], what: str) -> None:
+        """Wait until they have told enough. Raises TimeoutError, or what one of them says."""
+        try:
+            async with asyncio.timeout(PATIENCE):
+                while not ready():
+                    self._news.clear()
+                    await self._news.wait()
+                    said = self._error
+                    assert said is None, f"node{said.number}: {said.detail}"
+        except TimeoutError:
+            raise TimeoutError(f"not within {PATIENCE:g} s: {what}") from None
+
     def _heard(self, told: Told) -> None:
-        super()._heard(told)
+        self._news.set()
+        if told.what == "error":
+            self._error = told
         if told.what == "member":
             self._members[told.number] = told
         if told.what in PHASES and told.generation > self._generation:
@@ -165,14 +172,13 @@ class Job(SimulatedJob):
         number, self._next = self._next, self._next + 1
         before = await self._quiet()
         self._live.add(number)
-        self._agents.add(number)
-        self.command("start", [number])
+        self.processes.command("start", [number])
         await self._reach(name, None, before)
 
     async def _lose(self, name: str, number: int) -> None:
         before = await self._quiet()
         self._live.remove(number)
-        self.command("kill", [number])
+        self.processes.command("kill", [number])
         await self._client.revoke(int(self._members[number].detail, 16))
         await self._reach(name, time.monotonic(), before)
 
@@ -182,7 +188,7 @@ class Job(SimulatedJob):
         """Wait until all live nodes hold the next final world; count what it took."""
         log.log(name)
         cpu, coordinator = self._cpu, self._coordinator
-        await self.until(self._final, name)
+        await self._until(self._final, name)
         joined = max(t.at for t in self._members.values())
         since = joined if since is None else since
         generation = max(t.generation for t in self._finals.values())
@@ -208,9 +214,8 @@ class Job(SimulatedJob):
         return all(n in finals and finals[n].generation > self._generation for n in self._live)
 
     def _ordinary(self) -> int:
-        """The last agent that is not the coordinator."""
-        agents = self._live & self._agents
-        return max(agents - {self._coordinator})
+        """The last that is not the coordinator."""
+        return max(self._live - {self._coordinator})
 
     async def _quiet(self) -> Counts:
         """The counts once nothing but keepalives goes on."""
@@ -220,7 +225,7 @@ class Job(SimulatedJob):
                 await asyncio.sleep(0.2)
                 more = Counts.read(self._etcd)
                 if (more - counts).requests == 0 and more.events == counts.events:
-                    self._cpu = self._processes.cpu(), self._processes.cpu(FIRST)
+                    self._cpu = self.processes.cpu(), self.processes.cpu(FIRST)
                     return more
                 counts = more
 
@@ -234,32 +239,21 @@ def newest_etcd() -> str:
         return ""
 
 
-async def measure(nodes: int, agents: int, ttl: int, processes: int) -> tuple[list[Change], float]:
-    """A job of `nodes` nodes on an etcd of its own, through every change; see `Job.recorder`."""
-    agents = min(agents, nodes)
+async def measure(nodes: int, ttl: int, processes: int) -> list[Change]:
+    """A job of `nodes` nodes on an etcd of its own, through every change."""
     ttl = max(ttl, 3 * nodes // RENEWALS)
     with tempfile.TemporaryDirectory() as folder:
         etcd = EtcdServer(Path(folder), arguments=(), program=newest_etcd())
         etcd.start()
         try:
-            setup = Setup(etcd.endpoint, nodes, ttl, agents=agents, **SETUP)
-            started = Processes(setup, processes)
+            setup = Setup(etcd.endpoint, nodes, ttl, **SETUP)
             async with Client(etcd.config) as client:
-                job = Job(etcd, client, started, nodes, agents)
-                async with started:
+                job = Job(etcd, client, setup, processes)
+                async with job.processes:
                     await job.go()
-                return job.changes, job.recorder
+                return job.changes
         finally:
             etcd.kill()
-
-
-def of_torch(nodes: int, processes: int, bound: float) -> dict[str, float] | None:
-    """A formation by scale_torch.py, None when it takes longer than `bound` seconds."""
-    program = (sys.executable, "-m", "scripts.bench_lib.scale_torch")
-    command = [*program, str(nodes), str(processes), str(bound)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    found: dict[str, float] | None = json.loads(done.stdout)
-    return found
 
 
 # --- tables
@@ -339,19 +333,6 @@ def missed(changes: list[Change], found: dict[str, dict[str, float]]) -> list[st
     return said
 
 
-def beside(found: list[tuple[int, dict[str, float] | None]], bound: float) -> Table:
-    """Formations of torch's handlers."""
-    rows = []
-    for n, of in found:
-        if of is None:
-            rows.append((str(n), f"not within {bound:g} s", "-", "-"))
-            continue
-        each = (f"{of['requests'] / n:.1f}", f"{of['received'] / n / 1e3:.1f}")
-        rows.append((str(n), f"{of['final']:.2f} s", *each))
-    title = "torch: DynamicRendezvousHandler on a TCPStore, first formation"
-    return grid(title, ("agents", "final", "requests each", "KB each"), rows)
-
-
 # --- the command
 
 
@@ -362,13 +343,8 @@ def arguments() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--sizes", default="10,100,1000")
-    parser.add_argument(
-        "--agents", type=int, default=100, help="nodes that are real but for workers"
-    )
     parser.add_argument("--ttl", type=int, default=30, help="the leases', at least, in seconds")
     parser.add_argument("--processes", type=int, default=3, help="the first has the coordinator")
-    parser.add_argument("--torch", default="10,100,200", help="its sizes; empty: leave it out")
-    parser.add_argument("--bound", type=float, default=90, help="seconds that torch gets")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
@@ -381,23 +357,12 @@ def main() -> int:
     args = arguments()
     console = Console(width=110)
     changes: list[Change] = []
-    recorders: dict[int, float] = {}
     for nodes in sizes(args.sizes):
         log.log(f"{nodes} nodes")
-        measured = measure(nodes, args.agents, args.ttl, args.processes)
-        found, recorders[nodes] = asyncio.run(measured)
-        changes += found
+        changes += asyncio.run(measure(nodes, args.ttl, args.processes))
     fits = exponents(changes)
     console.print(table(changes))
     console.print(growth(fits))
-    for nodes, share in recorders.items():
-        console.print(f"flight recorders: {share:.2%} of the CPU time of {nodes} agents")
-    torch: list[tuple[int, dict[str, float] | None]] = []
-    for nodes in sizes(args.torch):
-        log.log(f"{nodes} of torch's handlers")
-        torch.append((nodes, of_torch(nodes, args.processes, args.bound)))
-    if torch:
-        console.print(beside(torch, args.bound))
     if args.json:
         told = {
             "machine": f"{os.cpu_count()} cores, Python {platform.python_version()}",
@@ -406,8 +371,6 @@ def main() -> int:
                 name: {total: None if math.isnan(fit) else fit for total, fit in of.items()}
                 for name, of in fits.items()
             },
-            "recorders": recorders,
-            "torch": [{"agents": n, "formation": of} for n, of in torch],
         }
         args.json.write_text(json.dumps(told, indent=1) + "\n")
     late = missed(changes, fits)
