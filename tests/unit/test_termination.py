@@ -23,7 +23,7 @@ NEXT = {
 }
 
 
-@pytest.mark.parametrize(("end", "asked", "parked"), product(End, Asked, [False, True]))
+@pytest.mark.parametrize(("end", "asked", "parked"), [*product(End, Asked, [False, True])])
 def test_where_nothing_runs_the_end_goes_on_and_elsewhere_it_stays(
     end: End, asked: Asked, *, parked: bool
 ) -> None:
