@@ -197,8 +197,7 @@ async def _run_agent(
                 from elastic_etcd.agent.followers.notices import Watch  # noqa: PLC0415 - as above
 
                 watch = Watch(config.preemption_watch, tasks.inbox.put_from_thread)
-                scope.push_async_callback(watch.close)
-                followers.append(watch)
+                scope.callback(watch.close)
             followers += _watch_fitness(client, config, tasks)
             if embedded:
                 embedded.failed.add_done_callback(tasks.inbox.put_error)

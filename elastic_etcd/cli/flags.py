@@ -408,11 +408,10 @@ FAILURES = Section(
         ),
         Flag(
             "--preemption-watch",
-            "leave, as on a signal, when this machine is about to be taken away: aws, gcp or "
-            "azure, or file:PATH, which appears then and may hold seconds; workers have the time "
-            "that is left, but no more than --leave-deadline",
+            "leave, as on a signal, when this file appears, since this machine will be taken away; "
+            "it may hold seconds, which workers have, but no more than --leave-deadline",
             flag_values.notices,
-            "SOURCE",
+            "file:PATH",
             to="preemption_watch",
             by_default="none",
             more="See [operate.md](operate.md).",
