@@ -5,7 +5,7 @@ process group is there, and what left its group is found and ended, if it has an
 rest has a moment more. A worker that waits at the barrier without a process group of torch's (it is
 parked) counts as gone.
 
-Two values say where a generation stands. What its workers were asked for, by the last word:
+Two values say where a generation stands. Its workers were asked for something, by the last word:
 
     NOTHING ──stop without a grace──> PATIENTLY
        │                               │     ^
@@ -13,7 +13,7 @@ Two values say where a generation stands. What its workers were asked for, by th
        │                               v     │
        └──stop with a grace, kill────> FIRMLY
 
-And how far its end has come, which goes one way until the next generation begins:
+Its end goes one way until the next generation begins:
 
     LIVES ──no process of it is left──> SWEEPS ──what left the groups has ended, too──> GONE
       │                                                                                  ^
@@ -46,34 +46,34 @@ log = logging.getLogger(__name__)
 
 
 class Asked(Enum):
-    """What the workers of a generation were asked for."""
+    """A word to the workers of a generation."""
 
     NOTHING = auto()
     PATIENTLY = auto()  # to stop when their step is over
     FIRMLY = auto()  # to stop within a grace, or at once
 
 
-class End(Enum):
-    """How far the end of a generation has come."""
+class Ending(Enum):
+    """A part of the way to the end of a generation."""
 
     LIVES = auto()
     SWEEPS = auto()  # what has left the groups is found and ended
     GONE = auto()  # nothing of it runs, though some of it may be parked
 
 
-def next_end(end: End, asked: Asked, *, left: bool, parked: bool) -> End:
-    """How far it has come, if something of it is `left` that runs, and some of it is `parked`."""
+def next_end(end: Ending, asked: Asked, *, left: bool, parked: bool) -> Ending:
+    """The next part, if something of it is `left` that runs, and some of it is `parked`."""
     match end:
-        case End.GONE:
+        case Ending.GONE:
             return end
         case _ if left:
             return end
         case _ if parked and asked is Asked.NOTHING:  # it may go on without those that have ended
             return end
-        case End.LIVES if not parked:  # what a parked one has started lives on with it
-            return End.SWEEPS
+        case Ending.LIVES if not parked:  # what a parked one has started lives on with it
+            return Ending.SWEEPS
         case _:
-            return End.GONE
+            return Ending.GONE
 
 
 class Termination:
@@ -107,7 +107,7 @@ class Termination:
         self._pending = 0  # starts, and failures whose cause is being read
         self._sweeps: set[asyncio.Task[None]] = set()
         self._generation = 0
-        self._end = End.GONE
+        self._end = Ending.GONE
         self._kill, self._late = Timer(), Timer()
         self._stuck, self._unkillable = Timer(), Timer()
 
@@ -119,13 +119,13 @@ class Termination:
     @property
     def gone(self) -> bool:
         """Whether nothing of the generation runs, though some of it may be parked."""
-        return self._end is End.GONE
+        return self._end is Ending.GONE
 
     def begin(self, generation: int) -> None:
         """Workers of `generation` are about to run."""
         assert self.gone, "I3: older workers are alive"
         self._generation = generation
-        self.asked, self._end = Asked.NOTHING, End.LIVES
+        self.asked, self._end = Asked.NOTHING, Ending.LIVES
 
     def wait_for(
         self, work: Callable[Given, Awaitable[None]], *args: Given.args, **kwargs: Given.kwargs
@@ -251,11 +251,11 @@ class Termination:
         before = self._end
         self._end = next_end(before, self.asked, left=left, parked=bool(self._parked))
         match before, self._end:
-            case End.LIVES, End.SWEEPS:
+            case Ending.LIVES, Ending.SWEEPS:
                 if sweep := self._begin(self._sweep):
                     self._sweeps.add(sweep)
                     sweep.add_done_callback(self._sweeps.discard)
-            case End.LIVES | End.SWEEPS, End.GONE:
+            case Ending.LIVES | Ending.SWEEPS, Ending.GONE:
                 self.guard()
                 self._inbox.put(WorkersGone(self._generation))
         self._expect_an_end()
@@ -278,7 +278,7 @@ class Termination:
             self._stuck.start_once(STUCK, self._tell_stuck)
         else:
             self._stuck.cancel()
-        left = self._running or self._groups or self._end is End.SWEEPS
+        left = self._running or self._groups or self._end is Ending.SWEEPS
         if self.stopping and left and len(killed) == len(self._running):
             self._unkillable.start_once(self._kill_timeout, self._look_again)
         else:

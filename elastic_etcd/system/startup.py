@@ -1,4 +1,4 @@
-"""What a process does first: it opens standard streams, resets signals, is a container's init.
+"""The first things of a process: standard streams, signals, the duties of a container's init.
 
 The kernel gives a container's first process every process whose parent has ended, and nobody but it
 can reap them; and it gets no signal for which it has no handler. Reaping all that ends would take

@@ -4,28 +4,28 @@ from itertools import product
 
 import pytest
 
-from elastic_etcd.agent.termination import Asked, End, next_end
+from elastic_etcd.agent.termination import Asked, Ending, next_end
 
 # What follows where nothing runs any more: (end, was it asked to stop, is some of it parked).
 NEXT = {
-    (End.LIVES, False, False): End.SWEEPS,
-    (End.LIVES, False, True): End.LIVES,  # it may go on with those that wait
-    (End.LIVES, True, False): End.SWEEPS,
-    (End.LIVES, True, True): End.GONE,  # what a parked one has started lives on with it
-    (End.SWEEPS, False, False): End.GONE,
-    (End.SWEEPS, False, True): End.SWEEPS,
-    (End.SWEEPS, True, False): End.GONE,
-    (End.SWEEPS, True, True): End.GONE,
-    (End.GONE, False, False): End.GONE,
-    (End.GONE, False, True): End.GONE,
-    (End.GONE, True, False): End.GONE,
-    (End.GONE, True, True): End.GONE,
+    (Ending.LIVES, False, False): Ending.SWEEPS,
+    (Ending.LIVES, False, True): Ending.LIVES,  # it may go on with those that wait
+    (Ending.LIVES, True, False): Ending.SWEEPS,
+    (Ending.LIVES, True, True): Ending.GONE,  # what a parked one has started lives on with it
+    (Ending.SWEEPS, False, False): Ending.GONE,
+    (Ending.SWEEPS, False, True): Ending.SWEEPS,
+    (Ending.SWEEPS, True, False): Ending.GONE,
+    (Ending.SWEEPS, True, True): Ending.GONE,
+    (Ending.GONE, False, False): Ending.GONE,
+    (Ending.GONE, False, True): Ending.GONE,
+    (Ending.GONE, True, False): Ending.GONE,
+    (Ending.GONE, True, True): Ending.GONE,
 }
 
 
-@pytest.mark.parametrize(("end", "asked", "parked"), [*product(End, Asked, [False, True])])
+@pytest.mark.parametrize(("end", "asked", "parked"), [*product(Ending, Asked, [False, True])])
 def test_where_nothing_runs_the_end_goes_on_and_elsewhere_it_stays(
-    end: End, asked: Asked, *, parked: bool
+    end: Ending, asked: Asked, *, parked: bool
 ) -> None:
     assert next_end(end, asked, left=True, parked=parked) is end
     stops = asked is not Asked.NOTHING
