@@ -21,7 +21,6 @@ from elastic_etcd.agent.directories import memory_directory, own_directory
 from elastic_etcd.agent.environment import check_devices, forget_another_agents
 from elastic_etcd.agent.followers.divergence_watch import DivergenceWatch
 from elastic_etcd.agent.followers.hang_watch import HangWatch
-from elastic_etcd.agent.followers.held_memory import HeldMemory
 from elastic_etcd.agent.followers.loop_watchdog import Watchdog
 from elastic_etcd.agent.followers.recorder import FlightRecorder
 from elastic_etcd.agent.followers.throughput import Throughput
@@ -168,16 +167,9 @@ async def _run_agent(
             workers = Workers(config, logs, tasks, membership, guardian, folder, memory)
             accounting = TimeAccounting(workers)
             membership.spent_on = accounting.spent_on
-            held = HeldMemory(membership.keys, workers, tasks)
-            of_hangs = config.hang_timeout, membership.keys, workers, logs, tasks
-            hangs: Callable[..., HangWatch] = HangWatch
-            if config.start_timeout:
-                from elastic_etcd.agent.followers.start_watch import StartWatch  # noqa: PLC0415 - as for metrics
-
-                hangs = partial(StartWatch, config.node, config.start_timeout)
+            limits = config.hang_timeout, None if config.no_python else config.start_timeout
             looking: list[PeriodicFollower] = [
-                held,
-                hangs(*of_hangs),
+                HangWatch(limits, membership.keys, workers, logs, tasks),
                 Throughput(membership.keys, workers, tasks),
                 DivergenceWatch(config.node, membership.keys, workers, tasks),
             ]
@@ -189,7 +181,7 @@ async def _run_agent(
                 tasks.create(each.run())
             followers: list[Follower] = [accounting, *looking]
             if metrics:
-                metrics.follow(membership, workers, accounting, held)
+                metrics.follow(membership, workers, accounting)
                 followers.append(metrics)
             if follow:
                 followers.append(follow(logs))

@@ -115,18 +115,6 @@ class ChannelServer:
             if fd is not None:
                 os.close(fd)
 
-    def bytes_held(self) -> tuple[int, int]:
-        """Bytes of the memory files that are held for workers: their own, and others' copies."""
-        files = [*((name, fd) for (_, name), fd in self.kept.items()), *self.shared.items()]
-        own = copies = 0
-        for name, fd in files:
-            size = os.fstat(fd).st_blocks * 512
-            if ".copy" in name:  # as the sharded half of a state calls them
-                copies += size
-            else:
-                own += size
-        return own, copies
-
     def _accept(self) -> None:
         assert self._socket is not None
         try:

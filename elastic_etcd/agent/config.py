@@ -66,7 +66,7 @@ class AgentConfig:
     rerun: bool = False  # a job that has succeeded is run once more
     proof_of_death: bool = True  # a node that dies is looked for as soon as its connection ends
     hang_timeout: float | None = None  # in one step; None is found out, infinity is for ever
-    start_timeout: int | None = None  # for a worker's start, see followers/start_watch.py
+    start_timeout: int | None = None  # from a world's start to its first step
     etcd_timeout: float | None = None  # for an etcd that went away; None is for ever
     # None leaves the grace to the reason of the stop; it is limits.leave_deadline when this node
     # leaves.

@@ -108,8 +108,6 @@ def worker_env(
         env["TORCHELASTIC_TIMER_FILE"] = timer_file
     if cpus:
         env[_CPUS] = cpus
-    if config.start_timeout:
-        env["ELASTIC_ETCD_SHOW_IMPORTS"] = "1"  # see children/entry.py
     if interface:
         # gloo would take that of the host's name, which may be the loopback. NCCL looks for itself.
         env.setdefault(_GLOO, interface)

@@ -44,7 +44,6 @@ _REFILL_AFTER = 2.0
 # A fork server that lived shorter is replaced more and more slowly: each one imports torch.
 _QUIET = 60.0
 _SLOWEST = 60.0
-_WORTH_A_LINE = 0.5  # seconds
 _TELLS = 10.0  # seconds of waiting for the first imports, after which that is told
 
 log = logging.getLogger(__name__)
@@ -151,18 +150,15 @@ class Prefork:
         err: int,
         stdin: int = subprocess.DEVNULL,
         given: Sequence[int] = (),
-        *,
-        time_imports: bool = False,
     ) -> Process:
         """Run `argv` (`python [-u] script ...` or `-m module ...`) as a process of its own.
 
         `env` is its whole environment, `out` and `err` become its descriptors 1 and 2, `stdin`
         its 0; the numbers that it has for the descriptors `given` are appended to `argv`. All of
-        them may be closed when this returns. With `time_imports` it sends its agent at its first
-        step how long its imports took. Raises OSError when there is no process to be had.
+        them may be closed when this returns. Raises OSError when there is no process to be had.
         """
         streams = {1: out, 2: err} if stdin == subprocess.DEVNULL else {0: stdin, 1: out, 2: err}
-        assignment = _assignment(argv, env, list(streams), time_imports=time_imports)
+        assignment = _assignment(argv, env, list(streams))
         try:
             preforked = self._take_preforked()
             preforked.order([assignment, *streams.values(), *given])
@@ -466,25 +462,12 @@ class _Preforked:
             self._watch = None
 
 
-def saved_by_preload(seconds: Mapping[str, float]) -> str:
-    """A line that says which --preload saves the time of these imports; "" if it is short."""
-    spent = sum(seconds.values())
-    if spent < _WORTH_A_LINE:
-        return ""
-    packages = ", ".join(dict.fromkeys(name.partition(".")[0] for name in seconds))
-    modules = [n for n in seconds if not any(other.startswith(f"{n}.") for other in seconds)]
-    names = ",".join(modules)
-    return f"restart spent {spent:.1f} s importing {packages}: --preload {names} saves it"
-
-
-def _assignment(
-    argv: Sequence[str], env: Mapping[str, str], streams: Sequence[int], *, time_imports: bool
-) -> int:
+def _assignment(argv: Sequence[str], env: Mapping[str, str], streams: Sequence[int]) -> int:
     """A descriptor of a file with what a process is to become: an environment may be large.
 
     `streams` are the standard streams that are sent after it; the others are /dev/null.
 
     Not by msgspec: a variable may have bytes that are no UTF-8.
     """
-    order = {"argv": [*argv], "env": dict(env), "streams": streams, "time_imports": time_imports}
+    order = {"argv": [*argv], "env": dict(env), "streams": streams}
     return memfd_with("order", json.dumps(order).encode())

@@ -99,7 +99,6 @@ def describe(job: str, view: View) -> dict[str, Any]:
         "limits": plain(_limits(view.spec, view)) if view.spec else None,
         "coordinator": view.coordinator.node if view.coordinator else None,
         "master": address(now.master.addr, now.master.port) if now and now.master else None,
-        "commit_nodes": _commit_nodes(view),
         "nodes": list(_nodes(view)),
         "history": history,
         "suspects": list(_suspects(view)),
@@ -229,12 +228,11 @@ def _nodes(view: View) -> Iterator[dict[str, Any]]:
     """The world's participants, then all other members."""
     is_final = view.round is not None and view.round.phase is Phase.FINAL
     members = {member.lease: member for member in view.members}
-    held = {each.lease: {"own": each.own, "copies": each.copies} for each in view.held}
     for p in view.world if is_final else ():
         member = members.pop(p.lease, None)
         state = "gone" if member is None else "leaving" if member.leaving else "training"
         ranks = list(range(p.first_rank, p.first_rank + p.nproc))
-        place = {"group_rank": p.group_rank, "ranks": ranks, "commit_bytes": held.get(p.lease)}
+        place = {"group_rank": p.group_rank, "ranks": ranks}
         yield _node(p, member, state) | place
     for member in members.values():
         state = "leaving" if member.leaving else "spare" if is_final else "waiting"
@@ -266,7 +264,6 @@ def _node(
         "nproc": known.nproc,
         "group_rank": None,
         "ranks": [],
-        "commit_bytes": None,
     }
 
 
@@ -288,35 +285,12 @@ def _lines_of(state: dict[str, Any], told: Sequence[str]) -> Iterator[str]:
     heads = ("node", "state", "group rank", "ranks", "workers", "address")
     if rows:
         yield from tables.table(heads, rows, tables.width(), soft=(5,))
-    yield from _commits(state)
     yield from _reasons(state)
     yield from told[-_EVENTS:]
     failure = (state["outcome"] or {}).get("failure")
     if failure and (said := failure["message"].rstrip().splitlines()):
         yield f"rank {failure['rank']} on {failure['node']} said:"
         yield from (f"  {line}" for line in said[-_SAID:])
-
-
-def _commit_nodes(view: View) -> int | None:
-    """How many nodes have each piece of the last commit; None where nothing is sharded."""
-    world = {p.lease for p in view.world}
-    return min((h.nodes for h in view.held if h.nodes and h.lease in world), default=None)
-
-
-def _commits(state: dict[str, Any]) -> Iterator[str]:
-    """The memory that the last commits take: on all nodes, and on the one that has the most."""
-    nodes = [node for node in state["nodes"] if node["commit_bytes"]]
-    if not nodes:
-        return
-    sizes = [sum(node["commit_bytes"].values()) for node in nodes]
-    most = max(sizes)
-    fullest = nodes[sizes.index(most)]
-    own, copies = (words.shown(fullest["commit_bytes"][of]) for of in ("own", "copies"))
-    parts = f" ({own} of its own, {copies} of copies)" if state["commit_nodes"] else ""
-    told = f"the last commits are in {words.shown(sum(sizes))} of memory, "
-    yield f"{told}the most on {fullest['node']}: {words.shown(most)}{parts}"
-    if each := state["commit_nodes"]:
-        yield f"each piece of the last one is on {words.counted(each, 'node')}"
 
 
 def _reasons(state: dict[str, Any]) -> Iterator[str]:

@@ -32,7 +32,7 @@ PARTS = frozenset(
     (
         *("spec", "members", "ledger", "round", "world", "acks", "reports", "history", "outcome"),
         *("hang", "steps", "wanted", "watched", "paces"),
-        *("step_times", "stragglers", "divergence", "held", "preflight"),
+        *("step_times", "stragglers", "divergence", "preflight"),
     )
 )
 LARGEST = (1 << 63) - 1  # etcd's own numbers have 63 bits
@@ -141,7 +141,6 @@ class Keys:
     world = _Below("world/")
     paces = _Below("paces/")
     step_times = _Below("step_times/")
-    held = _Below("held/")
     preflight = _Below("preflight/")
 
     def member(self, lease: int) -> str:
@@ -155,9 +154,6 @@ class Keys:
 
     def step_time(self, lease: int) -> str:
         return self.step_times + hexed(lease)
-
-    def held_by(self, lease: int) -> str:
-        return self.held + hexed(lease)
 
     def checked(self, node: str, nodes: int) -> str:
         """The key of a node among so many, in a folder of the few with which it is compared."""
@@ -614,9 +610,9 @@ class RankDoing(StrEnum):
     WAIT = "wait"  # in a step, and in a collective
     TRACED = "traced"  # by a debugger
     # Stages of a start that --start-timeout watches.
-    IMPORT = "import"
+    BEFORE = "before"  # its process group
     GROUP = "group"  # making its process group, synchronising its state
-    FIRST = "first"  # in ee.run, before the end of its first step
+    FIRST = "first"  # before the end of its first step
 
 
 class RankStep(Value, frozen=True):
@@ -724,17 +720,6 @@ class StepTime(Value, frozen=True):
     generation: Number
     outside: Seconds  # of collectives
     whole: Seconds
-
-
-class CommitMemory(Value, frozen=True):
-    """The memory of a node in which the last commits of its workers' states are, in bytes."""
-
-    FROM_KEY: ClassVar = ("lease",)
-
-    lease: int
-    own: Number  # of its own workers' values
-    copies: Number  # of other nodes' pieces of sharded values
-    nodes: Number  # that have each piece of the last commit, at least; 0 where nothing is sharded
 
 
 class Stragglers(Value, frozen=True):

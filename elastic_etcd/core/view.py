@@ -17,7 +17,6 @@ from msgspec.structs import replace
 from elastic_etcd.core.schema import (
     VERSION,
     Checked,
-    CommitMemory,
     Divergence,
     Hang,
     Keys,
@@ -98,7 +97,6 @@ class View(Struct, frozen=True):
     divergence: Divergence | None = None
     steps: tuple[NodeSteps, ...] = ()  # of the generation that trains
     step_times: tuple[StepTime, ...] = ()  # of whatever generation each is
-    held: tuple[CommitMemory, ...] = ()
     unfit: tuple[Checked, ...] = ()  # nodes that were kept out lately
     history: tuple[tuple[int, str], ...] = ()
     acked: tuple[int, ...] = ()
@@ -220,8 +218,6 @@ def _with_parts(view: View, kvs: Mapping[str, KeyValue], keys: Keys, bad: list[s
     steps, _ = _read_all(NodeSteps, found["steps"].get(view.trains, []), bad)
     times = [kv for key, kv in kvs.items() if key.startswith(keys.step_times)]
     step_times, _ = _read_all(StepTime, times, bad)
-    of_nodes = [kv for key, kv in kvs.items() if key.startswith(keys.held)]
-    held, _ = _read_all(CommitMemory, of_nodes, bad)
     before = [kv for key, kv in kvs.items() if key.startswith(keys.preflight)]
     checked, _ = _read_all(Checked, before, bad)
     acks, no_acks = _read_all(Ready, ready, bad)
@@ -238,7 +234,6 @@ def _with_parts(view: View, kvs: Mapping[str, KeyValue], keys: Keys, bad: list[s
         steps=tuple(sorted(steps, key=_BY_LEASE)),
         stepped=tuple(sorted(found["steps"])),
         step_times=tuple(sorted(step_times, key=_BY_LEASE)),
-        held=tuple(sorted(held, key=_BY_LEASE)),
         unfit=tuple(sorted((c for c in checked if c.unfit), key=attrgetter("node"))),
         divergence=_value(Divergence, kvs.get(keys.divergence), bad),
         unread=tuple(sorted(awaited.get(now.phase, []))) if now else (),

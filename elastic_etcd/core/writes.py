@@ -29,7 +29,6 @@ from elastic_etcd.core.rules import (
 )
 from elastic_etcd.core.schema import (
     VERSION,
-    CommitMemory,
     Divergence,
     Drain,
     Hang,
@@ -437,12 +436,6 @@ def put_step_time(keys: Keys, local: Local, time: StepTime) -> Txn:
     return Txn(fence, (Put(keys.step_time(local.lease), encode(time), local.lease),))
 
 
-def put_held(keys: Keys, local: Local, held: CommitMemory) -> Txn:
-    """Put how much memory the last commits take on this node."""
-    fence = (Compare(keys.member(local.lease), "create", local.created),)
-    return Txn(fence, (Put(keys.held_by(local.lease), encode(held), local.lease),))
-
-
 def put_stragglers(keys: Keys, view: View, local: Local, found: Stragglers) -> Txn:
     """Put the coordinator's line about a node that is slow, or is so no more; also in the history.
 
@@ -547,7 +540,6 @@ def _end_run(keys: Keys, outcome: Outcome) -> tuple[Put | Delete, ...]:
         Delete(keys.stragglers),
         Delete(keys.divergence),
         Delete(keys.step_times, prefix=True),
-        Delete(keys.held, prefix=True),
         Delete(keys.steps(), prefix=True),
     )
 

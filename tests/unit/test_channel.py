@@ -27,6 +27,7 @@ from elastic_etcd.agent.channel import ChannelServer, WorkerChannel
 from elastic_etcd.children import forkserver, guardian_process
 from elastic_etcd.errors import AgentGone, EtcdUnreachable, StaleGeneration, UsageError
 from elastic_etcd.etcd.access import EtcdConfig
+from elastic_etcd.protocol import messages
 from elastic_etcd.protocol.messages import (
     AskCurrent,
     Bye,
@@ -40,7 +41,6 @@ from elastic_etcd.protocol.messages import (
     Gone,
     Heard,
     Hello,
-    Imported,
     Interrupt,
     Keep,
     Leaving,
@@ -467,26 +467,14 @@ async def test_the_document_shows_what_is_sent(
     agent: Agent, monkeypatch: pytest.MonkeyPatch, worker: Channel
 ) -> None:
     sent: dict[str, dict[str, bytes]] = {"worker": {}, "agent": {}}
-    for module, who in ((worker_end, "worker"), (agent_end, "agent")):
 
-        def record(message: Struct, who: str = who) -> bytes:
-            packet = encode(message)
-            sent[who][kind_of(type(message))] = packet
-            return packet
+    def record(message: Struct) -> bytes:
+        packet = encode(message)
+        who = "worker" if isinstance(message, FromWorker) else "agent"
+        sent[who][kind_of(type(message))] = packet
+        return packet
 
-        monkeypatch.setattr(module, "encode", record)
-
-    def record_plain(channel: socket.socket, kind: str, **fields: object) -> None:
-        packet = json.dumps({"type": kind, **fields}).encode()
-        sent["worker"].setdefault(kind, packet)
-        channel.send(packet)
-
-    monkeypatch.setattr(forkserver, "say", record_plain)
-    ours = {"SOCKET": agent.name, "LOCAL_RANK": "0", "GENERATION": "7"}
-    times = forkserver.ImportTimes()
-    await asyncio.to_thread(times.tell, {f"ELASTIC_ETCD_{n}": v for n, v in ours.items()})
-    await agent.hears(Imported)
-    await agent.hears(Disconnected)
+    monkeypatch.setattr(messages, "encode", record)
     again = await asyncio.to_thread(Channel, agent.name)
     await asyncio.to_thread(again.keep, "state0.0", memory(b""))
     await asyncio.to_thread(again.recall, "state0.0")
@@ -522,9 +510,7 @@ async def test_the_document_shows_what_is_sent(
 
 def test_what_a_forked_worker_becomes_is_described() -> None:
     (shown,) = re.findall(r"^{.*}$", DOCUMENT.read_text(), re.MULTILINE)
-    written = prefork._assignment(
-        ["python", "-u", "train.py"], {"RANK": "0"}, [1, 2], time_imports=False
-    )
+    written = prefork._assignment(["python", "-u", "train.py"], {"RANK": "0"}, [1, 2])
     with os.fdopen(written) as file:
         assert json.loads(shown) == json.load(file)
     read = re.findall(r'\border\["(\w+)"\]', inspect.getsource(forkserver))

@@ -65,7 +65,6 @@ def test_every_key_is_under_its_folder_and_under_the_root(generation: int, lease
         (KEYS.steps(), KEYS.steps(generation)),
         (KEYS.history(), KEYS.history(generation)),
         (KEYS.step_times, KEYS.step_time(lease)),
-        (KEYS.held, KEYS.held_by(lease)),
         (KEYS.preflight, KEYS.checked("n1", 4)),
     ]
     for folder, key in below:

@@ -27,7 +27,6 @@ from elastic_etcd.core.schema import (
     LONGEST,
     Cause,
     Checked,
-    CommitMemory,
     Contact,
     Divergence,
     Failure,
@@ -180,7 +179,6 @@ hangs = st.builds(
     Hang, numbers, numbers, spans, st.booleans(), words, st.booleans(), st.none() | numbers
 )
 step_times = st.builds(StepTime, leases, numbers, spans, spans)
-held = st.builds(CommitMemory, leases, numbers, numbers, numbers)
 stragglers = st.builds(Stragglers, numbers, numbers, words, st.lists(words, max_size=3).map(tuple))
 divergences = st.builds(Divergence, numbers, st.lists(words, max_size=8).map(tuple))
 reports = st.builds(Report, leases, numbers, st.none() | failures)
@@ -282,11 +280,6 @@ def test_step_time(found: StepTime) -> None:
     assert decode(StepTime, encode(found), lease=found.lease) == found
 
 
-@given(held)
-def test_held(found: CommitMemory) -> None:
-    assert decode(CommitMemory, encode(found), lease=found.lease) == found
-
-
 @given(stragglers)
 def test_stragglers(found: Stragglers) -> None:
     assert decode(Stragglers, encode(found)) == found
@@ -362,7 +355,6 @@ JOB = {
     KEYS.history(4): encode(History(4)),
     KEYS.outcome: encode(Outcome("failed", "why", "r", 4, 1, FAILURE)),
     KEYS.step_time(0xA): encode(StepTime(0xA, 4, 0.5, 0.6)),
-    KEYS.held_by(0xA): encode(CommitMemory(0xA, 9, 8, 2)),
     KEYS.checked("n3", 4): encode(Checked("n3", unfit="no link", at="now")),
     KEYS.checked("n2", 4): encode(Checked("n2", port=9)),
     KEYS.divergence: encode(Divergence(4, ("replicas differ: ...",))),
