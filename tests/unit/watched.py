@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from elastic_etcd.agent.config import AgentConfig
+from elastic_etcd.agent.directories import own_directory
 from elastic_etcd.agent.inbox import Tasks, Unkillable
 from elastic_etcd.agent.output.logs import Logs
 from elastic_etcd.agent.worker import WorkerSpec
@@ -62,7 +63,8 @@ class Watched:
         one = Limits(1, 1)
         config = AgentConfig(None, "j", ("train",), "n", 1, one, prefork=False, lease_ttl=0, **more)
         membership, guardian = cast("Membership", Asked()), cast("Guardian", self.guarded)
-        self.workers = Workers(config, logs, tasks, membership, guardian)
+        self.directory = own_directory()
+        self.workers = Workers(config, logs, tasks, membership, guardian, self.directory.path)
         tasks.create(self._hear())
 
     @classmethod
@@ -77,6 +79,7 @@ class Watched:
                 workers = watched.workers
                 workers.close()
                 await watched.turns(lambda: not (watched.groups or workers._termination._groups))
+                watched.directory.remove()
 
     @property
     def pids(self) -> dict[int, int]:
