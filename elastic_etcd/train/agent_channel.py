@@ -21,7 +21,6 @@ from msgspec.structs import replace
 
 from elastic_etcd.errors import AgentGone, EtcdUnreachable, StaleGeneration, UsageError
 from elastic_etcd.protocol import messages
-from elastic_etcd.protocol.messages import encode
 from elastic_etcd.protocol.packets import receive
 from elastic_etcd.times import ANSWER_TIMEOUT
 
@@ -115,7 +114,7 @@ class Channel:
 
     def send(self, message: messages.FromWorker, fd: int = -1) -> None:
         """Send one message. Raises AgentGone."""
-        packet = encode(message)
+        packet = messages.encode(message)
         deadline = time.monotonic() + ANSWER_TIMEOUT
         with self._sending:
             while not self._gone:

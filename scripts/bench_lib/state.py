@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from elastic_etcd.train.state.digest import digests_of
 from elastic_etcd.train.state.elastic_state import ElasticState
+from elastic_etcd.train.state.replicas import digests_of
 
 from .figures import grid
 

@@ -37,7 +37,7 @@ from elastic_etcd.protocol.messages import (
     Parked,
     TrainingDone,
 )
-from elastic_etcd.train import agent_channel, process_group, sync_point
+from elastic_etcd.train import abort, agent_channel, sync_point
 from elastic_etcd.train.collectives import World
 from elastic_etcd.train.ddp import ElasticDDP, make
 from elastic_etcd.train.process_group import ProcessGroup, teardown_agentless
@@ -314,7 +314,7 @@ async def test_g8_a_training_that_returns_in_a_broken_world_is_not_done(agent: A
 async def test_g8_what_nccl_s_garbage_leads_to_is_no_mistake_of_the_user_s(
     agent: Agent, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    monkeypatch.setattr(process_group, "has_nccl", lambda: True)
+    monkeypatch.setattr(abort, "has_nccl", lambda: True)
 
     def raises() -> None:
         raise error
@@ -541,8 +541,8 @@ async def test_g2_the_agent_is_told_what_nccl_has_met(
     agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may be the cause, since nobody else has failed."""
-    monkeypatch.setattr(process_group, "uses_nccl", lambda: True)
-    monkeypatch.setattr(process_group, "nccl_error", lambda: "TIMEOUT")
+    monkeypatch.setattr(abort, "uses_nccl", lambda: True)
+    monkeypatch.setattr(abort, "nccl_error", lambda: "TIMEOUT")
     worker = begin(State(), steps(agent), backend="gloo")
     await agent.hears(Elastic)
     assert (await agent.hears(Parked)).error == "NCCL has met an error: TIMEOUT"

@@ -40,11 +40,10 @@ from elastic_etcd.train.sharded.pieces import (
     transfers,
 )
 from elastic_etcd.train.state.encoding import DTYPES
-from elastic_etcd.train.state.free_memory import shortage_of
 from elastic_etcd.train.state.snapshot_bytes import TensorSlice
 from elastic_etcd.train.state.snapshot_format import Draft, Header, Version
 from elastic_etcd.train.state.snapshot_memfds import Memfd, StateSnapshot
-from elastic_etcd.train.state.snapshot_store import Snapshots, keep_memfd
+from elastic_etcd.train.state.snapshot_store import Snapshots, keep_memfd, shortage_of
 from elastic_etcd.train.state.sync import BUCKET
 from elastic_etcd.train.sync_point import lose
 
