@@ -39,7 +39,7 @@ from elastic_etcd.agent.membership import Membership
 from elastic_etcd.agent.output.logs import LogHandler, Logs
 from elastic_etcd.agent.timer import Timer
 from elastic_etcd.agent.workers import Workers
-from elastic_etcd.core import lifecycle, requests
+from elastic_etcd.core import invariants, lifecycle, requests
 from elastic_etcd.core.lifecycle import (
     Action,
     Ending,
@@ -431,6 +431,9 @@ class Agent:
         before, now = self._state, self._loop.time()
         step = self._recorder.record(before, now, event)
         self._state, step.actions = lifecycle.step(before, event, now)
+        if log.isEnabledFor(logging.DEBUG):
+            broken = invariants.violated(self._state, step.actions)
+            assert not broken, broken
         if isinstance(event, LeaseLost) and self._state.life is not Life.UNLISTED:
             log.warning("the lease is lost: %s", event.reason)
         if self._state.local.leaving and not before.local.leaving:

@@ -52,7 +52,7 @@ class RunWriter:
             assert state.view
             assert state.view.round
             self.record.generations.append(running)
-            self.record.restarts = state.view.round.restarts
+            self.record.restarts = state.view.restarts
         match event:
             case WorkerEnded(generation, Failure() as failure) | WorkersHang(
                 generation, failure
