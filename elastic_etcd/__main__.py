@@ -83,8 +83,13 @@ def _run_command(command: str, rest: list[str]) -> int:
     if command in ("-h", "--help", "help"):
         print(_USAGE)
         return 0
-    from difflib import get_close_matches  # noqa: PLC0415 - only for this message
+    from difflib import get_close_matches  # noqa: PLC0415 - only for these messages
 
+    from elastic_etcd.cli.flags import GONE_COMMANDS  # noqa: PLC0415
+
+    if command in GONE_COMMANDS:
+        print(f"error: {command} is gone: {GONE_COMMANDS[command]}", file=sys.stderr)
+        return 2
     known = ["launch", *_MODULES, *_STEERING]
     hint = "".join(f" (did you mean {name}?)" for name in get_close_matches(command, known, n=1))
     print(f"error: {command}: no such command{hint}\nSee elastic-etcd --help.", file=sys.stderr)

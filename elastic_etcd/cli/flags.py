@@ -618,3 +618,14 @@ WITHOUT_MEANING = Section(
 )
 SECTIONS = (JOB, ETCD, WORKERS, FAILURES, OUTPUT, WITHOUT_MEANING)
 FLAGS = tuple(flag for section in SECTIONS for flag in section.flags)
+
+# What the release before had, and what does the same now; refused with that for one release.
+# docs/migration.md has these tables, too.
+GONE = {
+    "--traces": "make spans of `elastic-etcd events --json`; docs/prometheus.md has the program",
+}
+GONE_COMMANDS = {
+    "accelerate": "use `accelerate launch` with PET_RDZV_BACKEND=etcd-v3, or `python -m "
+    "elastic_etcd.launch` with accelerate's variables; docs/frameworks.md has both",
+    "timeline": "use `elastic-etcd events` or `elastic-etcd report`, both with --json",
+}

@@ -86,6 +86,8 @@ class Parser(argparse.ArgumentParser):
             message = f"no {missing[1].lower()} given"
         message = re.sub(r"/--[a-z]+(?:_[a-z]+)+", "", message).removeprefix("argument ")
         unknown = re.match(r"unrecognized arguments: (-[^ =]+)", message)
+        if unknown and (instead := flags.GONE.get(unknown[1].replace("_", "-"))):
+            raise UsageError(f"{unknown[1]} is gone: {instead}")
         if unknown and (matches := self._ambiguous.get(unknown[1])):
             message, unknown = f"ambiguous option: {unknown[1]} could match {matches}", None
         hint = self._nearest(unknown[1]) if unknown else ""
@@ -129,7 +131,7 @@ def add_flags(parser: Parser, title: str, added: Iterable[Flag], env: Mapping[st
 def _default_in(env: Mapping[str, str], flag: Flag) -> Any:
     """The default of a flag: what the environment says, or else its own."""
     for name in flag.long:
-        variable = f"PET_{name[2:].replace('-', '_').upper()}"
+        variable = variable_of(name)
         if (text := env.get(variable)) is not None:
             if flag.choices and text not in flag.choices:  # argparse does not check defaults
                 choices = ", ".join(flag.choices)
@@ -141,6 +143,11 @@ def _default_in(env: Mapping[str, str], flag: Flag) -> Any:
                     raise _empty(variable) from error
                 raise UsageError(f"{variable}={text} in the environment: {error}") from error
     return default_of(flag)
+
+
+def variable_of(name: str) -> str:
+    """The variable of the environment that gives the flag `name`: PET_NNODES for --nnodes."""
+    return f"PET_{name[2:].replace('-', '_').upper()}"
 
 
 def _empty(variable: str) -> UsageError:
@@ -177,7 +184,13 @@ def help_of(flag: Flag) -> str:
 
 
 def build_parser(env: Mapping[str, str], prog: str = COMMAND) -> Parser:
-    """The launcher's parser, with defaults from the PET_ variables of `env`."""
+    """The launcher's parser, with defaults from the PET_ variables of `env`.
+
+    Raises UsageError for one of these that names a flag that is gone.
+    """
+    for name, instead in flags.GONE.items():
+        if (variable := variable_of(name)) in env:
+            raise UsageError(f"{variable} is in the environment, and {name} is gone: {instead}")
     parser = Parser(
         prog=prog,
         usage=f"{prog} [options] script [argument ...]",

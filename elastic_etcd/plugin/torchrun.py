@@ -89,11 +89,13 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
             "no job id: nodes that meet in one etcd need it to tell their job from others.\n"
             "Add --rdzv-id ID (accelerate: PET_RDZV_ID=ID), the same on every node"
         )
-    from elastic_etcd.cli.flags import FLAGS  # noqa: PLC0415 - only where this backend is wanted
+    from elastic_etcd.cli.flags import FLAGS, GONE  # noqa: PLC0415 - only where this backend is wanted
 
     flags = [flag for flag in FLAGS if flag.in_plugin]
     known = {key: flag for flag in flags for key in (*flag.rdzv_conf, flag.dest)}  # the last counts
     for key in sorted(params.config.keys() - known.keys() - {_ADDED}):
+        if instead := GONE.get(f"--{key.replace('_', '-')}"):
+            raise ValueError(f"--rdzv-conf {key} is gone: {instead}")
         if key not in _OTHERS:
             fault = f"{NAME} has no such key; it has {', '.join(flag.dest for flag in flags)}"
             raise ValueError(f"--rdzv-conf {key}: {fault}")

@@ -26,7 +26,6 @@ ROOMS = {
     if (folder / "__init__.py").exists() and folder.name != "pb"
 }
 DOTTED = "|".join(sorted((room.replace("/", r"\.") for room in ROOMS), key=len, reverse=True))
-WORDS = 30_000  # of the users' pages, code included
 AT_ROOT = ("docs", "elastic_etcd", "examples", "protos", "scripts", "tests")
 
 
@@ -181,15 +180,6 @@ def test_the_recording_is_drawn_from_a_run_of_the_demo() -> None:
         "exited 0 and 0",
     ):
         assert said in told
-
-
-def test_the_users_pages_are_not_more_than_a_person_reads() -> None:
-    """Without the flags, whose page is made from their table; `pytest -s` prints the sizes."""
-    pages = (ROOT / "docs").glob("*.md")
-    words = {name(page): len(page.read_text().split()) for page in pages}
-    del words["docs/flags.md"]
-    print("\n".join(f"{count:6} {page}" for page, count in sorted(words.items())))
-    assert sum(words.values()) <= WORDS
 
 
 def test_the_architecture_is_read_in_half_an_hour() -> None:

@@ -8,12 +8,15 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from msgspec.structs import fields
 
+from elastic_etcd.__main__ import main
 from elastic_etcd.agent.config import AgentConfig, LogConfig
-from elastic_etcd.cli.flags import FLAGS, SECTIONS, Flag
-from elastic_etcd.cli.parsers import default_in_words
+from elastic_etcd.cli.flags import FLAGS, GONE, GONE_COMMANDS, SECTIONS, Flag
+from elastic_etcd.cli.parsers import build_parser, default_in_words
 from elastic_etcd.core.schema import Limits
+from elastic_etcd.errors import UsageError
 from elastic_etcd.launcher import LaunchConfig
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -51,6 +54,44 @@ def test_the_document_has_the_table() -> None:
         DOCUMENT.write_text(TABLE.sub(lambda _: meant, document))
     else:
         assert TABLE.findall(document) == [meant]
+
+
+@pytest.mark.parametrize("name", GONE)
+def test_a_flag_that_is_gone_says_what_to_do_instead(name: str) -> None:
+    meant = f"{name} is gone: {GONE[name]}"
+    for given in (
+        [name],
+        [name.replace("-", "_").replace("__", "--", 1)],
+        [f"{name}=x"],
+        [name, "x"],
+    ):
+        with pytest.raises(UsageError) as refused:
+            build_parser({}).parse_args([*given, "train.py", "--lr", "1"])
+        assert meant.split(" ", 1)[1] in str(refused.value)
+    variable = f"PET_{name[2:].replace('-', '_').upper()}"
+    with pytest.raises(UsageError, match=variable) as refused:
+        build_parser({variable: "x"})
+    assert meant in str(refused.value)
+    assert name not in {each for flag in FLAGS for each in flag.long}
+
+
+@pytest.mark.parametrize("name", GONE_COMMANDS)
+def test_a_command_that_is_gone_says_what_to_do_instead(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([name, "job"]) == 2
+    assert capsys.readouterr().err == f"error: {name} is gone: {GONE_COMMANDS[name]}\n"
+
+
+def test_the_page_has_what_is_gone() -> None:
+    page = DOCS / "migration.md"
+    named = {f"`{name}`": instead for name, instead in GONE.items()}
+    named |= {f"`elastic-etcd {name}`": instead for name, instead in GONE_COMMANDS.items()}
+    rows = "".join(f"| {name} | {instead} |\n" for name, instead in named.items())
+    before, head, _ = page.read_text().partition("| gone | instead |\n|---|---|\n")
+    if os.environ.get("REWRITE"):
+        page.write_text(before + head + rows)
+    assert page.read_text() == before + head + rows
 
 
 def test_each_field_that_a_flag_sets_is_there() -> None:
