@@ -625,7 +625,7 @@ GONE = {
     "--traces": "make spans of `elastic-etcd events --json`; docs/prometheus.md has the program",
 }
 GONE_COMMANDS = {
-    "accelerate": "use `accelerate launch` with PET_RDZV_BACKEND=etcd-v3, or `python -m "
+    "accelerate": "use `accelerate launch --rdzv_backend etcd-v3`, or `python -m "
     "elastic_etcd.launch` with accelerate's variables; docs/frameworks.md has both",
     "timeline": "use `elastic-etcd events` or `elastic-etcd report`, both with --json",
 }
