@@ -18,13 +18,8 @@ ON_ETCD = f"{VERSION} && scripts/test -m 'not nightly' tests/etcd tests/e2e/test
 # The first command of that part does it on the newest.
 OPERATED = f"{VERSION} && scripts/test tests/e2e/test_etcd_operated.py"
 BENCHMARKS = (  # so short that they measure little: it is seen whether they still run
-    "activity --calls 1000 --repeat 1",
     "state --megabytes 32 --repeat 1 --ranks 1 2",
     "sharded --no-jobs --megabytes 8",
-    "sampler --quick",
-    "idle --pairs 1 --seconds 5",
-    "prefork --repeats 1 --workers 1",
-    "imports --repeats 1 --only torch",
     "recovery --quick --only 'in process'",
     "gpu --device cpu --sizes 0.05 --repeat 1 --kills 1",
 )

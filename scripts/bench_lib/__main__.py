@@ -4,17 +4,11 @@ import importlib
 import sys
 
 NAMES = {
-    "recovery": "faults and what they cost, beside torchrun and others; --timeline",
+    "recovery": "faults and what they cost, beside torchrun; --timeline",
     "goodput": "steps that get done while workers and nodes die, beside torchrun",
     "scale": "rendezvous of many simulated agents",
-    "load": "many jobs that come and go on one etcd: memory, keys, leases, watch lag",
-    "idle": "what an agent takes of a core, without metrics and with them",
-    "sampler": "the sampler, at up to 10^10 indices",
     "state": "commit, restore and sync of a training's state",
     "sharded": "FSDP2 that changes its world, beside torchrun and checkpoints in tmpfs",
-    "activity": "what it costs a worker to say what it does",
-    "prefork": "start and memory of a worker that is forked ahead",
-    "imports": "a restart to the end of its script's imports, beside torchrun",
     "gpu": "recovery and commits on a GPU; as scripts/gpu-test --bench it needs no set-up",
 }
 

@@ -2,9 +2,7 @@
 
 import math
 import os
-import selectors
 import signal
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,10 +11,8 @@ from tests.support.processes import cpu, marked, proportional, resident
 
 from .figures import Measure, Sample, at_most
 from .launchers import Launcher
-from .nodes import PATIENCE, Node, NotRecovered, Run, Stream
+from .nodes import Node, NotRecovered, Run, Stream
 
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-HEADERS = 1  # the frame type that opens a request: https://httpwg.org/specs/rfc9113.html#HEADERS
 LEASE_TTL = 5.0  # this program's default
 START = Measure(
     "start → first step",
@@ -27,7 +23,6 @@ START = Measure(
 MEMORY = Measure("agent: resident memory", "MB")
 REST = Measure("node, all but its worker: memory", "MB")
 CPU = Measure("node, all but its worker: idle CPU", "%", "≤ 0.5 %", at_most(0.5))
-REQUEST = Measure("start → first request", "s", "≤ 0.4 s", at_most(0.4))
 COSTS = (MEMORY, REST, CPU)
 
 Workers = list[Stream]
@@ -96,7 +91,7 @@ FAULTS = (
     ADDED_APART,
     Fault(Measure("node leaves by SIGTERM", "s"), _to_agent(_TERM), codes=(0, 128 + _TERM)),
 )
-MEASURES = (START, *(fault.measure for fault in FAULTS), *COSTS, REQUEST)
+MEASURES = (START, *(fault.measure for fault in FAULTS), *COSTS)
 
 
 def suffer(
@@ -147,77 +142,3 @@ def _costs(run: Run, workers: Workers, idle: float, add: Callable[[str, Sample],
     if idle:
         for percent in cpu([rest(node) for node in run.nodes], idle):
             add(CPU.name, percent)
-
-
-def first_request(launcher: Callable[[int], Launcher], upstream: str | None) -> float:
-    """Seconds from an agent's start to its first request; `launcher` takes the port it comes to."""
-    proxy = Proxy(upstream)
-    run = Run(launcher(proxy.port))
-    try:
-        node = run.start()
-        return proxy.first() - node.started
-    finally:
-        run.close()
-        proxy.close()
-
-
-class Proxy:
-    """In front of etcd, or of nothing: it says when the first request came.
-
-    Listens on `port`; passes to `upstream` ("host:port") what comes, until the request.
-    """
-
-    def __init__(self, upstream: str | None) -> None:
-        self._upstream = upstream
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = int(self._listener.getsockname()[1])
-        self._open: list[socket.socket] = [self._listener]
-
-    def first(self) -> float:
-        """When (CLOCK_MONOTONIC) the first request came: without an upstream, a connection."""
-        deadline = time.monotonic() + PATIENCE
-        other: dict[socket.socket, socket.socket] = {}
-        sent: dict[socket.socket, bytes] = {}
-        with selectors.DefaultSelector() as ready:
-            ready.register(self._listener, selectors.EVENT_READ)
-            while (left := deadline - time.monotonic()) > 0:
-                for key, _ in ready.select(left):
-                    sock = key.fileobj
-                    assert isinstance(sock, socket.socket)
-                    if sock is self._listener:
-                        client, _ = sock.accept()
-                        self._open.append(client)
-                        if self._upstream is None:
-                            return time.monotonic()
-                        host, _, port = self._upstream.rpartition(":")
-                        server = socket.create_connection((host, int(port)))
-                        self._open.append(server)
-                        other |= {client: server, server: client}
-                        sent[client] = b""
-                        ready.register(client, selectors.EVENT_READ)
-                        ready.register(server, selectors.EVENT_READ)
-                        continue
-                    data = sock.recv(1 << 16)
-                    if not data:
-                        ready.unregister(sock)
-                    elif sock in sent:
-                        sent[sock] += data
-                        if has_request(sent[sock]):
-                            return time.monotonic()
-                    if data:
-                        other[sock].sendall(data)
-        raise TimeoutError(f"no request within {PATIENCE} s")
-
-    def close(self) -> None:
-        for sock in self._open:
-            sock.close()
-
-
-def has_request(data: bytes) -> bool:
-    """Whether what an HTTP/2 client has sent holds a HEADERS frame."""
-    at = len(PREFACE)
-    while len(data) >= at + 9:
-        if data[at + 3] == HEADERS:
-            return True
-        at += 9 + int.from_bytes(data[at : at + 3], "big")
-    return False

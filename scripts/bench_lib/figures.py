@@ -1,24 +1,11 @@
-"""Tables, and what `scripts/bench recovery` shows: the launchers side by side, also drawn."""
+"""Tables, and what `scripts/bench recovery` shows: the launchers side by side."""
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
-from typing import Any
 
 from rich.table import Table
 
-COLOURS = {
-    "torchrun c10d": "#9e9e9e",
-    "torchrun etcd-v2": "#c4a484",
-    "torchrun etcd-v3": "#ffb74d",
-    "ft_launcher": "#76b900",
-    "exec": "#90caf9",
-    "prefork": "#1976d2",
-    "in process": "#0d2f6b",
-}
-BAR = 0.8  # of the distance between two events
 EVENT = "event → first step of the new world"
 
 # What a target says of a launcher's median, and of torchrun c10d's or inf: reached or not; None
@@ -128,97 +115,3 @@ def table(
     for row in rows(measures, samples, ours):
         result.add_row(*row)
     return result
-
-
-def markdown(
-    measures: Sequence[Measure],
-    samples: dict[str, Samples],
-    ours: Sequence[str],
-    first: str = EVENT,
-) -> str:
-    """The same for a document."""
-    lines = [[first, *samples, "target"], ["---"] * (len(samples) + 2)]
-    lines += rows(measures, samples, ours)
-    plain = (re.sub(r"\[/?\w*\]", "", " | ".join(line)).replace("\n", "<br>") for line in lines)
-    return "".join(f"| {line} |\n" for line in plain)
-
-
-def _pyplot() -> Any:
-    """Loaded when something is drawn."""
-    import matplotlib as mpl  # noqa: PLC0415
-
-    mpl.use("Agg")  # a file, not a window
-    mpl.rcParams["svg.fonttype"] = "none"  # text stays text
-    mpl.rcParams["svg.hashsalt"] = "elastic_etcd"  # the same figures, the same file
-    from matplotlib import pyplot as plt  # noqa: PLC0415
-
-    return plt
-
-
-def bars(
-    title: str, measures: Sequence[Measure], all_samples: dict[str, Samples], to: Path
-) -> None:
-    """One group for each time that was measured, one bar for each launcher; a log scale."""
-    shown = [m for m in measures if m.unit == "s" and _drawn(m, all_samples)]
-    height = BAR / len(all_samples)
-    longest = max(
-        value for s in all_samples.values() for m in shown for value in figures(s.get(m.name, []))
-    )
-    plt = _pyplot()
-    figure, axes = plt.subplots(figsize=(10, 1.0 + 0.95 * len(shown)), layout="constrained")
-    for index, (name, samples) in enumerate(all_samples.items()):
-        colour = COLOURS[name]
-        for row, measure in enumerate(shown):
-            y = row - BAR / 2 + (index + 0.5) * height
-            label = name if row == 0 else "_"
-            found = samples.get(measure.name, [])
-            if not found:
-                axes.barh(y, 0, height, color=colour, label=label)
-            elif not (times := figures(found)):
-                look = {"fill": False, "edgecolor": colour, "hatch": "////"}
-                axes.barh(y, longest, height, label=label, **look)
-                axes.text(longest, y, f" {', '.join(texts(found))}", va="center", fontsize=7)
-            else:
-                value = middle(found)
-                spread = [[value - min(times)], [max(times) - value]]
-                axes.barh(y, value, height, color=colour, label=label, xerr=spread)
-                said = "  ".join([number(value, "s"), *texts(found)])
-                axes.text(max(times), y, f" {said}", va="center", fontsize=7)
-    axes.set_yticks(range(len(shown)), [m.name for m in shown])
-    axes.invert_yaxis()
-    axes.set_xscale("log")
-    axes.set_xlim(0.05, longest * 3)
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.set_xlabel("seconds to the first step of the new world; hatched: did not recover")
-    axes.set_title(title, fontsize=10)
-    figure.legend(fontsize=8, loc="outside lower center", ncols=len(all_samples))
-    figure.savefig(to, dpi=150)
-    plt.close(figure)
-
-
-def _drawn(measure: Measure, all_samples: dict[str, Samples]) -> bool:
-    return any(samples.get(measure.name) for samples in all_samples.values())
-
-
-def stages(found: dict[str, dict[str, float]], to: Path) -> None:
-    """For each start method, side by side, the stages of a recovery, in milliseconds."""
-    tall = 0.8 + 0.24 * max(map(len, found.values()))
-    plt = _pyplot()
-    size = (6.5 * len(found), tall)
-    figure, all_axes = plt.subplots(
-        1, len(found), figsize=size, layout="constrained", squeeze=False
-    )
-    for axes, (name, each) in zip(all_axes[0], found.items(), strict=True):
-        ends = [1e3 * value for value in each.values()]
-        begins = [0.0, *ends[:-1]]
-        widths = [end - begin for begin, end in zip(begins, ends, strict=True)]
-        axes.barh(range(len(ends)), widths, left=begins, color=COLOURS[name])
-        for row, (end, width) in enumerate(zip(ends, widths, strict=True)):
-            axes.text(end, row, f" {end:.0f} (+{width:.1f})", va="center", fontsize=7)
-        axes.set_yticks(range(len(ends)), list(each), fontsize=8)
-        axes.invert_yaxis()
-        axes.set_xlim(0, 1.2 * max(ends))
-        axes.set_title(f"{name}: ms after SIGKILL of a worker, medians", fontsize=9)
-    svg = to.suffix == ".svg"
-    figure.savefig(to, dpi=150, metadata={"Date": None} if svg else None)  # as svg.hashsalt
-    plt.close(figure)

@@ -266,7 +266,6 @@ def arguments() -> argparse.Namespace:
     add("--only", action="append", choices=NAMES, help="this launcher; may be repeated")
     add("--schedule", action="store_true", help="print the faults, do nothing")
     add("--json", type=Path, help="write all samples")
-    add("--markdown", type=Path, help="write the table for a document")
     return parser.parse_args()
 
 
@@ -304,6 +303,4 @@ async def run(plan: Plan, args: argparse.Namespace) -> int:
     ours = [name for name in samples if name != "torchrun c10d"]
     first = "share of an undisturbed run"
     console.print(figures.table(title, shown, samples, ours, first))
-    if args.markdown:
-        args.markdown.write_text(figures.markdown(shown, samples, ours, first))
     return int(failed)

@@ -6,19 +6,14 @@ same torch; only what a peer adds (python-etcd, nvidia-resiliency-ext) is its ow
 """
 
 import os
-import subprocess
 import sys
-import sysconfig
-import tempfile
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from elastic_etcd.etcd.embedded import free_ports
-from tests.support.etcd import EtcdServer
 
 WORKER = Path(__file__).with_name("worker.py")
 LIMITS = ("--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3")
@@ -46,12 +41,6 @@ def c10d(*more: str, share_store: bool = True) -> Launcher:
     return Launcher(name, job, environment=environment)
 
 
-def ft_launcher(python: Path) -> Launcher:
-    """NVIDIA's fault tolerant launcher; it has no module to run, only a script."""
-    program = (str(python), str(python.with_name("ft_launcher")), "--ignore-missing-fault-tol-cfg")
-    return Launcher("ft_launcher", lambda alone: _tcp_store(program, alone))
-
-
 def _tcp_store(
     program: tuple[str, ...], alone: bool, port: int = 0, more: tuple[str, ...] = ()
 ) -> Command:
@@ -65,25 +54,6 @@ def _tcp_store(
         return [*program, *LIMITS, *rendezvous, "--rdzv-id", job, "--rdzv-conf", conf, *more]
 
     return command
-
-
-def first_request(port: int) -> Launcher:
-    """An agent of torchrun whose store is at a port where nobody answers."""
-    torchrun = (sys.executable, "-m", "torch.distributed.run")
-    return Launcher("torchrun c10d", lambda alone: _tcp_store(torchrun, alone, port))
-
-
-def etcd_v2(python: Path, endpoint: str) -> Launcher:
-    """The backend etcd-v2 of torchrun: `endpoint` serves etcd's v2 API."""
-
-    def job(alone: bool) -> Command:
-        name = uuid.uuid4().hex[:8]
-        conf = f"read_timeout=60{_last_call(alone)}"
-        rendezvous = ("--rdzv-backend", "etcd-v2", "--rdzv-endpoint", endpoint)
-        torchrun = (str(python), "-m", "torch.distributed.run", *LIMITS, *rendezvous)
-        return lambda _: [*torchrun, "--rdzv-id", name, "--rdzv-conf", conf]
-
-    return Launcher("torchrun etcd-v2", job)
 
 
 def etcd_v3(endpoint: str) -> Launcher:
@@ -115,50 +85,3 @@ def elastic(name: str, endpoint: str, *more: str, root: str = "") -> Launcher:
         return lambda index: [*agent, *rest, "--node-name", f"node{index}"]
 
     return Launcher(name, job, script, ours=True)
-
-
-# --- what the peers need
-
-
-class Unavailable(Exception):
-    """A peer can't be measured here; why."""
-
-
-def venv(name: str, requirement: str) -> Path:
-    """The Python of a venv that has `requirement`. Raises Unavailable."""
-    folder = Path(sys.prefix) / "peers" / name
-    python, done = folder / "bin" / "python", folder / f"has-{requirement}"
-    if not done.exists():
-        _do(sys.executable, "-m", "venv", "--clear", str(folder))
-        shared = sysconfig.get_path("purelib")
-        site = sysconfig.get_path("purelib", vars={"base": str(folder)})
-        (Path(site) / "shared.pth").write_text(shared + "\n")
-        _do(str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", requirement)
-        done.touch()
-    return python
-
-
-def _do(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        last = (done.stderr or done.stdout).strip().splitlines()[-1:]
-        raise Unavailable(f"`{' '.join(command[1:])}`: {' '.join(last)}")
-
-
-@contextmanager
-def etcd_with_v2() -> Iterator[str]:
-    """The endpoint of an etcd with --enable-v2, which 3.5 is the last to have.
-
-    Raises Unavailable.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        server = EtcdServer(Path(folder), "v2", ("--enable-v2",))
-        try:
-            server.start()
-        except AssertionError as error:
-            server.kill()
-            raise Unavailable(f"etcd --enable-v2: {str(error).splitlines()[-1]}") from None
-        try:
-            yield server.endpoint
-        finally:
-            server.kill()

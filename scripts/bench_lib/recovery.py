@@ -1,4 +1,4 @@
-"""How long a job takes to start and to recover, under this program and under its peers.
+"""How long a job takes to start and to recover, under this program and under torchrun.
 
 Two nodes with one CPU worker each on one machine; all launchers run the same worker script, in
 turn. Times are from the fault to the first step of the slowest worker of the new world.
@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -24,11 +23,7 @@ from . import faults, figures, launchers, timeline
 from .figures import Sample, Samples
 from .launchers import Launcher
 
-NAMES = (
-    *("torchrun c10d", "torchrun etcd-v2", "torchrun etcd-v3", "ft_launcher"),
-    *("exec", "prefork", "in process"),
-)
-PEERS = {"torchrun etcd-v2": "python-etcd==0.4.5", "ft_launcher": "nvidia-resiliency-ext==0.4.1"}
+NAMES = ("torchrun c10d", "torchrun etcd-v3", "exec", "prefork", "in process")
 SLOW = 20.0  # seconds: what takes longer is not measured in each repetition
 
 Say = Callable[[str], None]
@@ -47,8 +42,6 @@ class Plan:
 
 def main() -> int:
     args = arguments()
-    if args.drawn:
-        return draw(args.drawn, args.plot)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # no job outlives the benchmark
     # One thread for each worker, whatever the launcher: two cores are few.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -70,12 +63,7 @@ def arguments() -> argparse.Namespace:
     add(
         "--json", type=Path, help="write all samples, or why there is none; or a timeline's medians"
     )
-    add("--markdown", type=Path, help="write the table for a document")
-    add("--plot", type=Path, metavar="FILE", help="draw it, as PNG or SVG")
-    add("--from", dest="drawn", type=Path, metavar="JSON", help="draw that, and measure nothing")
     args = parser.parse_args()
-    if args.drawn and not args.plot:
-        parser.error("--from JSON: where to? Give --plot FILE")
     if args.quick:
         args.repeat, args.bound, args.idle = 1, 20.0, 5.0
     args.only = args.only or (("exec", "prefork", "in process") if args.timeline else NAMES)
@@ -92,65 +80,34 @@ async def run(args: argparse.Namespace) -> int:
             found = timeline.show(etcd.endpoint, args.only, args.kills, console)
             if args.json:
                 args.json.write_text(json.dumps({"title": title, "stages": found}, indent=1) + "\n")
-            if args.plot:
-                figures.stages(found, args.plot)
             return 0
         plan = Plan(args.repeat, args.slow, args.bound, args.idle, tuple(args.event))
-        with ExitStack() as scope:
-            runners = [
-                launcher
-                for name in args.only
-                if (launcher := find(name, etcd.endpoint, scope, progress.log))
-            ]
-            samples: dict[str, Samples] = {launcher.name: {} for launcher in runners}
+        runners = [find(name, etcd.endpoint) for name in args.only]
+        samples: dict[str, Samples] = {launcher.name: {} for launcher in runners}
 
-            def save() -> None:
-                if args.json:
-                    text = json.dumps({"title": title, "samples": samples}, indent=1)
-                    args.json.write_text(text + "\n")
+        def save() -> None:
+            if args.json:
+                text = json.dumps({"title": title, "samples": samples}, indent=1)
+                args.json.write_text(text + "\n")
 
-            measure(runners, samples, etcd.endpoint, plan, progress.log, save)
+        measure(runners, samples, plan, progress.log, save)
     ours = [launcher.name for launcher in runners if launcher.ours]
     console.print(figures.table(title, faults.MEASURES, samples, ours))
-    if args.markdown:
-        args.markdown.write_text(figures.markdown(faults.MEASURES, samples, ours))
-    if args.plot:
-        figures.bars(title, faults.MEASURES, samples, args.plot)
     return 0
 
 
-def draw(drawn: Path, to: Path) -> int:
-    """What --json has written, of stages or of samples."""
-    found = json.loads(drawn.read_text())
-    if "stages" in found:
-        figures.stages(found["stages"], to)
-    else:
-        figures.bars(found["title"], faults.MEASURES, found["samples"], to)
-    return 0
-
-
-def find(name: str, endpoint: str, scope: ExitStack, say: Say) -> Launcher | None:
-    """The launcher, made ready; None, and `say` why, if that is not possible here."""
+def find(name: str, endpoint: str) -> Launcher:
+    """The launcher of this name."""
     if name == "torchrun c10d":
         return launchers.c10d()
     if name == "torchrun etcd-v3":
         return launchers.etcd_v3(endpoint)
-    if name not in PEERS:
-        return launchers.elastic(name, endpoint)
-    try:
-        python = launchers.venv(name.replace(" ", "-"), PEERS[name])
-        if name == "ft_launcher":
-            return launchers.ft_launcher(python)
-        return launchers.etcd_v2(python, scope.enter_context(launchers.etcd_with_v2()))
-    except launchers.Unavailable as why:
-        say(f"{name} is left out: {why}")
-        return None
+    return launchers.elastic(name, endpoint)
 
 
 def measure(
     runners: list[Launcher],
     samples: dict[str, Samples],
-    endpoint: str,
     plan: Plan,
     say: Say,
     save: Callable[[], None],
@@ -165,10 +122,6 @@ def measure(
                     say(f"{repetition + 1} of {plan.repeat}: {name}")
                     one(launcher, fault, found, plan, plan.idle if repetition == 0 else 0.0)
                     save()
-        if chosen(faults.REQUEST.name, plan):
-            for launcher in runners:
-                request(launcher, endpoint, samples[launcher.name])
-            save()
 
 
 def wanted(fault: faults.Fault, launcher: Launcher, found: Samples, plan: Plan) -> bool:
@@ -195,17 +148,3 @@ def one(launcher: Launcher, fault: faults.Fault, found: Samples, plan: Plan, idl
         faults.suffer(launcher, fault, plan.bound, idle, add)
     except RuntimeError as error:  # the others' figures are still wanted
         print(error, file=sys.stderr)
-
-
-def request(launcher: Launcher, endpoint: str, found: Samples) -> None:
-    """Only where there is something to listen for: our etcd, torchrun's store."""
-    if launcher.name == "torchrun c10d":
-        seconds = faults.first_request(launchers.first_request, None)
-    elif launcher.name == "prefork":
-        name = launcher.name
-        seconds = faults.first_request(
-            lambda port: launchers.elastic(name, f"127.0.0.1:{port}"), endpoint
-        )
-    else:
-        return
-    found.setdefault(faults.REQUEST.name, []).append(seconds)

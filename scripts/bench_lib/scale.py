@@ -1,9 +1,8 @@
 """Rendezvous at scale: many agents on one real etcd, and what etcd counts.
 
-    scripts/bench scale --sizes 10,100,1000,10000 --json scale.json
+    scripts/bench scale --sizes 10,100,1000 --json scale.json
 
-Up to --agents nodes are agents of which only the workers are simulated; the others are members
-with keys, acks, leases and watches like theirs. Exit code 1 when a goal is missed.
+Each node is an agent of which only the workers are simulated. Exit code 1 when a goal is missed.
 """
 
 import argparse
@@ -12,7 +11,6 @@ import json
 import math
 import os
 import platform
-import subprocess
 import sys
 import tempfile
 import time
@@ -45,7 +43,7 @@ SETUP: dict[str, Any] = {
 }
 WATCH = 'grpc_method="Watch"'
 REQUESTS, EVENTS, KB, GROWTH = 10, 20, 20, 1.1  # the goals: of each node and change
-FORMED = {1000: 2.5, 10_000: 30.0}  # final within so many seconds of the last join
+FORMED = {1000: 2.5}  # final within so many seconds of the last join
 TIMED = ("formation", "node lost", "node joins")
 CHANGED = {1000: 1.0}  # likewise after a node that is lost or joins
 COORDINATED = 2.0  # seconds of the coordinator's processor in a formation
@@ -104,15 +102,12 @@ class Change:
 class Job(SimulatedJob):
     """One job of `nodes` nodes, and the changes that it goes through."""
 
-    def __init__(
-        self, etcd: EtcdServer, client: Client, processes: Processes, nodes: int, agents: int
-    ) -> None:
+    def __init__(self, etcd: EtcdServer, client: Client, processes: Processes, nodes: int) -> None:
         super().__init__(processes, f"scale{nodes}")
         processes.heard[""] = self._heard  # what the processes tell of themselves
         self._etcd = etcd
         self._client = client
         self._live = set(range(nodes))
-        self._agents = set(range(agents))
         self._generation = 0
         self._next = nodes
         self._cpu = (0.0, 0.0)
@@ -165,7 +160,6 @@ class Job(SimulatedJob):
         number, self._next = self._next, self._next + 1
         before = await self._quiet()
         self._live.add(number)
-        self._agents.add(number)
         self.command("start", [number])
         await self._reach(name, None, before)
 
@@ -208,9 +202,8 @@ class Job(SimulatedJob):
         return all(n in finals and finals[n].generation > self._generation for n in self._live)
 
     def _ordinary(self) -> int:
-        """The last agent that is not the coordinator."""
-        agents = self._live & self._agents
-        return max(agents - {self._coordinator})
+        """The last that is not the coordinator."""
+        return max(self._live - {self._coordinator})
 
     async def _quiet(self) -> Counts:
         """The counts once nothing but keepalives goes on."""
@@ -234,32 +227,22 @@ def newest_etcd() -> str:
         return ""
 
 
-async def measure(nodes: int, agents: int, ttl: int, processes: int) -> tuple[list[Change], float]:
+async def measure(nodes: int, ttl: int, processes: int) -> tuple[list[Change], float]:
     """A job of `nodes` nodes on an etcd of its own, through every change; see `Job.recorder`."""
-    agents = min(agents, nodes)
     ttl = max(ttl, 3 * nodes // RENEWALS)
     with tempfile.TemporaryDirectory() as folder:
         etcd = EtcdServer(Path(folder), arguments=(), program=newest_etcd())
         etcd.start()
         try:
-            setup = Setup(etcd.endpoint, nodes, ttl, agents=agents, **SETUP)
+            setup = Setup(etcd.endpoint, nodes, ttl, **SETUP)
             started = Processes(setup, processes)
             async with Client(etcd.config) as client:
-                job = Job(etcd, client, started, nodes, agents)
+                job = Job(etcd, client, started, nodes)
                 async with started:
                     await job.go()
                 return job.changes, job.recorder
         finally:
             etcd.kill()
-
-
-def of_torch(nodes: int, processes: int, bound: float) -> dict[str, float] | None:
-    """A formation by scale_torch.py, None when it takes longer than `bound` seconds."""
-    program = (sys.executable, "-m", "scripts.bench_lib.scale_torch")
-    command = [*program, str(nodes), str(processes), str(bound)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    found: dict[str, float] | None = json.loads(done.stdout)
-    return found
 
 
 # --- tables
@@ -339,19 +322,6 @@ def missed(changes: list[Change], found: dict[str, dict[str, float]]) -> list[st
     return said
 
 
-def beside(found: list[tuple[int, dict[str, float] | None]], bound: float) -> Table:
-    """Formations of torch's handlers."""
-    rows = []
-    for n, of in found:
-        if of is None:
-            rows.append((str(n), f"not within {bound:g} s", "-", "-"))
-            continue
-        each = (f"{of['requests'] / n:.1f}", f"{of['received'] / n / 1e3:.1f}")
-        rows.append((str(n), f"{of['final']:.2f} s", *each))
-    title = "torch: DynamicRendezvousHandler on a TCPStore, first formation"
-    return grid(title, ("agents", "final", "requests each", "KB each"), rows)
-
-
 # --- the command
 
 
@@ -362,13 +332,8 @@ def arguments() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--sizes", default="10,100,1000")
-    parser.add_argument(
-        "--agents", type=int, default=100, help="nodes that are real but for workers"
-    )
     parser.add_argument("--ttl", type=int, default=30, help="the leases', at least, in seconds")
     parser.add_argument("--processes", type=int, default=3, help="the first has the coordinator")
-    parser.add_argument("--torch", default="10,100,200", help="its sizes; empty: leave it out")
-    parser.add_argument("--bound", type=float, default=90, help="seconds that torch gets")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
@@ -384,7 +349,7 @@ def main() -> int:
     recorders: dict[int, float] = {}
     for nodes in sizes(args.sizes):
         log.log(f"{nodes} nodes")
-        measured = measure(nodes, args.agents, args.ttl, args.processes)
+        measured = measure(nodes, args.ttl, args.processes)
         found, recorders[nodes] = asyncio.run(measured)
         changes += found
     fits = exponents(changes)
@@ -392,12 +357,6 @@ def main() -> int:
     console.print(growth(fits))
     for nodes, share in recorders.items():
         console.print(f"flight recorders: {share:.2%} of the CPU time of {nodes} agents")
-    torch: list[tuple[int, dict[str, float] | None]] = []
-    for nodes in sizes(args.torch):
-        log.log(f"{nodes} of torch's handlers")
-        torch.append((nodes, of_torch(nodes, args.processes, args.bound)))
-    if torch:
-        console.print(beside(torch, args.bound))
     if args.json:
         told = {
             "machine": f"{os.cpu_count()} cores, Python {platform.python_version()}",
@@ -407,7 +366,6 @@ def main() -> int:
                 for name, of in fits.items()
             },
             "recorders": recorders,
-            "torch": [{"agents": n, "formation": of} for n, of in torch],
         }
         args.json.write_text(json.dumps(told, indent=1) + "\n")
     late = missed(changes, fits)

@@ -109,7 +109,6 @@ def main() -> int:
     add("--no-worlds", action="store_true", help="only jobs")
     add("--no-jobs", action="store_true", help="only commits and changes, without etcd")
     add("--json", type=Path, help="write all samples")
-    add("--markdown", type=Path, help="write the table for a document")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # no job outlives the benchmark
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -130,8 +129,6 @@ def main() -> int:
             args.json.write_text(json.dumps({"title": title, "samples": samples}, indent=1) + "\n")
     shown = title, measures(args.megabytes), samples, [OURS]
     Console(width=130).print(figures.table(*shown, first="event"))
-    if args.markdown:
-        args.markdown.write_text(figures.markdown(*shown[1:], first="event"))
     return 0
 
 

@@ -28,13 +28,10 @@ from elastic_etcd.agent.inbox import Inbox, Incoming, Tasks
 from elastic_etcd.agent.membership import Membership
 from elastic_etcd.core.lifecycle import Event, State, WorkerEnded, WorkersGone
 from elastic_etcd.core.schema import Failure, Limits, Master, Participant, Round
-from elastic_etcd.core.txn import Get
 from elastic_etcd.errors import ElasticEtcdError
 from elastic_etcd.etcd.access import EtcdConfig
 from elastic_etcd.etcd.client import Client
 from elastic_etcd.etcd.mirror import Mirror
-
-from .crowd import Crowd
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -55,11 +52,9 @@ class Setup:
     lease_ttl: int
     settle: float
     nproc: int = 1
-    agents: int = 1 << 30  # of the first max_nodes; the others are members of a crowd
     alone: bool = False  # whether the first agent has a process for itself
     reconcile: float = 30.0  # from one comparison of a mirror with etcd to the next
     tells: tuple[str, ...] = ("member", "final")  # these, "left" and "error"
-    probe: str = ""  # a key each of whose values is told as "probe" when it is seen
 
 
 class Told(NamedTuple):
@@ -76,21 +71,18 @@ class Told(NamedTuple):
 class Processes:
     """`async with Processes(setup, count) as processes`: agents in `count` of them.
 
-    `heard` of a job gets what its agents tell, and of no name what the probe shows. With a probe
-    there is one process more, `bystander`, that has no agents: it sees news as late as they are,
-    while the others may be busy.
+    `heard` of a job gets what its agents tell.
     """
 
     def __init__(self, setup: Setup, count: int) -> None:
         self.heard: dict[str, Callable[[Told], None]] = {}
         self.pids: list[int] = []
-        self.bystander = 0
         self._setup, self._count = setup, count
         self._inputs: list[asyncio.StreamWriter] = []
         self._scope = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        for _ in range(self._count + bool(self._setup.probe)):
+        for _ in range(self._count):
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", __name__, json.dumps(asdict(self._setup))),
                 stdin=asyncio.subprocess.PIPE,
@@ -102,15 +94,13 @@ class Processes:
             self.pids.append(process.pid)
             reader = asyncio.create_task(self._read(process))
             self._scope.push_async_callback(self._end, process, reader)
-        if self._setup.probe:
-            self.bystander = self.pids.pop()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._scope.aclose()
 
     def command(self, what: str, job: str, numbers: "Iterable[int]") -> None:
-        """Have these agents of the job started, killed, failed, left or finished."""
+        """Have these agents of the job started, killed or failed."""
         shares: dict[int, list[int]] = {}
         for number in numbers:
             shares.setdefault(self._place(number), []).append(number)
@@ -188,7 +178,6 @@ class SimulatedWorkers:
     def __init__(self, inbox: Inbox) -> None:
         self.generation = 0
         self._inbox = inbox
-        self._finishing = False
 
     async def end_former_agents_leftovers(self) -> None:
         """Nothing of another agent is there."""
@@ -206,8 +195,6 @@ class SimulatedWorkers:
     def start(self, now: Round, part: Participant, limits: Limits) -> None:
         del part, limits
         self.generation = now.generation
-        if self._finishing:
-            self.finish()
 
     def stop(
         self,
@@ -222,13 +209,6 @@ class SimulatedWorkers:
         """A worker exits 1."""
         failure = Failure(node, 0, 0, 1, 1, uptime=60.0)
         self._inbox.put(WorkerEnded(self.generation, failure))
-
-    def finish(self) -> None:
-        """The workers exit 0, now or as soon as they run; for a node of one worker."""
-        self._finishing = True
-        if self.generation:
-            self._inbox.put(WorkerEnded(self.generation, None))
-            self._inbox.put(WorkersGone(self.generation))
 
     async def end(self, reason: str) -> None:
         """Nothing is parked."""
@@ -274,10 +254,6 @@ class Simulated(Agent):
         """One of its workers fails."""
         self._workers.fail(self._config.node)
 
-    def finish(self) -> None:
-        """Its workers have done all their work."""
-        self._workers.finish()
-
     def abandon(self) -> None:
         """Leave the lease as a killed process does."""
         session = self._membership._session  # noqa: SLF001
@@ -304,16 +280,13 @@ class Jobs:
         self._setup = setup
         self._etcd = EtcdConfig((setup.endpoint,))
         self._agents: dict[tuple[str, int], Simulated] = {}
-        self._crowds: dict[str, Crowd] = {}
         self._lives: dict[tuple[str, int], asyncio.Task[None]] = {}
 
     def do(self, command: str, job: str, number: int) -> None:
         """Do what a line of standard input asks for; an agent may have ended by itself."""
         at = job, number
         if command == "start":
-            crowded = self._setup.agents <= number < self._setup.max_nodes
-            live = self._live_in_crowd if crowded else self._live
-            self._lives[at] = asyncio.create_task(live(job, number))
+            self._lives[at] = asyncio.create_task(self._live(job, number))
         elif agent := self._agents.get(at):
             match command:
                 case "kill":
@@ -321,35 +294,13 @@ class Jobs:
                     self._lives[at].cancel()
                 case "fail":
                     agent.fail()
-                case "leave":
-                    agent.leave("asked")
-                case "finish":
-                    agent.finish()
 
     async def end(self) -> None:
         """Kill all that still live."""
         for job, number in tuple(self._agents):
             self.do("kill", job, number)
-        for at in self._lives.keys() - self._agents.keys():
-            self._lives[at].cancel()  # in a crowd
         if self._lives:
             await asyncio.wait(self._lives.values())
-        for crowd in self._crowds.values():
-            await crowd.close()
-
-    async def probe(self) -> None:
-        """Tell of each value of the probe key when it is seen here."""
-        key = self._setup.probe
-        async with Client(self._etcd) as client:
-
-            def changed() -> None:
-                snapshot = mirror.snapshot()
-                if snapshot and (kv := snapshot.kvs.get(key)):
-                    _tell("probe", "", os.getpid(), kv.value)
-
-            mirror = Mirror(client, (Get(key),), changed)
-            async with mirror:
-                await mirror.failed
 
     def _config(self, job: str, number: int) -> AgentConfig:
         setup = self._setup
@@ -364,15 +315,6 @@ class Jobs:
             proof_of_death=False,  # those of one process would die together
             signals=(),
         )
-
-    async def _live_in_crowd(self, job: str, number: int) -> None:
-        if job not in self._crowds:
-            self._crowds[job] = Crowd(self._etcd, self._setup.lease_ttl)
-        config, tell = self._config(job, number), partial(self._heard, job, number)
-        try:
-            await self._crowds[job].live(config, tell)
-        except* ElasticEtcdError as errors:
-            _tell("error", job, number, str(errors.exceptions[0]))
 
     async def _live(self, job: str, number: int) -> None:
         at = job, number
@@ -405,7 +347,6 @@ async def main(setup: Setup) -> None:
     """Follow the commands until standard input ends."""
     membership.Mirror = partial(Mirror, reconcile=setup.reconcile)  # type: ignore[assignment, attr-defined]
     jobs = Jobs(setup)
-    watcher = asyncio.create_task(jobs.probe()) if setup.probe else None
     commands = asyncio.StreamReader()
     protocol = asyncio.StreamReaderProtocol(commands)
     await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, sys.stdin)
@@ -413,9 +354,6 @@ async def main(setup: Setup) -> None:
         command, job, numbers = json.loads(line)
         for number in numbers:
             jobs.do(command, job, number)
-    if watcher:
-        watcher.cancel()
-        await asyncio.wait({watcher})
     await jobs.end()
     _tell("recorder", "", 0, f"{TimedRecorder.seconds:.6f}")
 

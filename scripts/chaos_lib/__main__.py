@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from . import starts
 from .nemesis import Burst, Kind, schedule
 from .nodes import MAX_NODES, Etcd, disk
 from .report import Outcome, Report
@@ -39,7 +38,6 @@ examples:
   scripts/chaos --minutes 60 --seed 1      an hour
   scripts/chaos --seed 1 --schedule        what would be done
   scripts/chaos --seed 1 --keep /tmp/logs  keep all logs, also when nothing is wrong
-  scripts/chaos starts --count 300         no faults: two nodes start again and again, under load
 
 exit status:
   0 nothing is wrong   1 something is, or the job did not go on   2 wrong usage
@@ -139,8 +137,6 @@ def torment(args: argparse.Namespace, directory: Path, report: Report) -> Outcom
 
 
 def main() -> int:
-    if sys.argv[1:2] == ["starts"]:
-        return starts.main(sys.argv[2:])
     args, report = arguments(), Report()
     report.say(f"seed {args.seed}")
     if args.schedule:

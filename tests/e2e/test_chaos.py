@@ -51,16 +51,6 @@ def test_ctrl_c_ends_the_training_and_reports(tmp_path: Path) -> None:
     assert "job 2" not in said
 
 
-@pytest.mark.nightly(part="chaos")
-@pytest.mark.timeout(900)
-def test_p10_starts_under_load(tmp_path: Path) -> None:
-    arguments = ("--count", "2", "--load", "1", "--patience", "300")
-    with chaos("starts", *arguments, "--keep", str(tmp_path / "logs")) as process:
-        said = process.communicate(timeout=800)[0]
-    assert process.returncode == 0, said
-    assert "2 starts with a first step after: median" in said
-
-
 @pytest.fixture
 def command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

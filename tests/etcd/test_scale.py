@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(600)
 def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """What `scripts/bench scale` finds for 8 and for 32 agents, by the kind of change."""
     found = tmp_path_factory.mktemp("scale") / "scale.json"
-    options = ("--sizes=8,32", "--torch=", f"--json={found}")
+    options = ("--sizes=8,32", f"--json={found}")
     done = subprocess.run(
         [sys.executable, "-m", "scripts.bench_lib", "scale", *options],
         env={**os.environ, "PYTHONPATH": str(ROOT)},

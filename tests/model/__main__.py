@@ -1,4 +1,4 @@
-"""python -m tests.model [large]: searches all, and prints docs/contributing/model.md's table."""
+"""python -m tests.model [large]: searches all, and prints their table."""
 
 import resource
 import sys
