@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from elastic_etcd.train.data.iterable import ElasticIterable
     from elastic_etcd.train.data.sampler import ElasticSampler
     from elastic_etcd.train.data.seed import seed_all
+    from elastic_etcd.train.data.source import steps_per_epoch
     from elastic_etcd.train.ddp import ddp
     from elastic_etcd.train.heartbeat import heartbeat, quiet
     from elastic_etcd.train.run import run
     from elastic_etcd.train.scale_lr import scale_lr
     from elastic_etcd.train.sharded.built import BuildWorld
     from elastic_etcd.train.state.elastic_state import ElasticState
-    from elastic_etcd.train.state.steps import steps_per_epoch
     from elastic_etcd.train.sync_point import WorldChanged
 
 __all__ = ["BuildWorld", "ElasticState", "WorldChanged", "ddp", "run"]
@@ -58,7 +58,7 @@ _HOMES = {
     "run": "train.run",
     "scale_lr": "train.scale_lr",
     "seed_all": "train.data.seed",
-    "steps_per_epoch": "train.state.steps",
+    "steps_per_epoch": "train.data.source",
     "store": "train.collectives",
 }
 

@@ -77,8 +77,6 @@ LONGEST_BACKOFF = 60.0  # after worlds whose workers fail at once
 SCALE_PATIENCE = 90.0  # of who has scaled a job, beyond the limits' patience
 
 # A machine that goes.
-NOTICE_TIMEOUT = 5.0  # for an answer of the metadata service
-APPROVE_TIMEOUT = 6.0  # for the word to it that the machine may go
 
 HEALTH_TIMEOUT = 60.0  # for the command of --health-check
 HEALTH_INTERVAL = 60  # between two of them

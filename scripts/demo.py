@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from elastic_etcd.core.schema import PREFIX, History, Keys, decode, plain
 from elastic_etcd.core.txn import Get
@@ -125,24 +124,15 @@ def worth_showing(line: str) -> bool:
 
 
 async def history(endpoint: str) -> list[dict[str, Any]]:
-    """What etcd has kept of the job's generations, oldest first."""
+    """What etcd has kept of the job's generations, oldest first; shown as `events` shows it."""
     keys = Keys(f"{PREFIX}/{JOB}")
     async with Client(EtcdConfig((endpoint,))) as client:
         found = await client.range(Get(keys.history(), prefix=True), timeout=10)
+    say(f"elastic-etcd events {JOB}")
+    command = (sys.executable, "-m", "elastic_etcd", "events", JOB, "--etcd", endpoint)
+    await (await asyncio.create_subprocess_exec(*command)).wait()
     entries = (plain(decode(History, kv.value)) for kv in found.kvs.values())
     return sorted(entries, key=lambda entry: entry["generation"])
-
-
-def account(entries: list[dict[str, Any]]) -> Table:
-    """The generations as a table."""
-    table = Table(title="generations, as etcd has kept them")
-    for column in ("generation", "nodes", "workers", "began because", "ended because"):
-        table.add_column(column)
-    for entry in entries:
-        nodes, workers = " ".join(entry["nodes"]), str(entry["world_size"])
-        row = (str(entry["generation"]), nodes, workers, entry["began"], entry.get("ended", ""))
-        table.add_row(*row)
-    return table
 
 
 def say(text: str) -> None:
@@ -167,7 +157,6 @@ async def show(endpoint: str, directory: str) -> list[str]:
     finally:
         demo.stop()
     entries = await history(endpoint)
-    console.print("", account(entries))
     say(f"The model's accuracy is {accuracy:.1%}; the agents exited {codes[0]} and {codes[1]}.")
     worlds = [entry["world_size"] for entry in entries]
     return [

@@ -18,7 +18,7 @@ ON_ETCD = f"{VERSION} && scripts/test -m 'not nightly' tests/etcd tests/e2e/test
 # The first command of that part does it on the newest.
 OPERATED = f"{VERSION} && scripts/test tests/e2e/test_etcd_operated.py"
 BENCHMARKS = (  # so short that they measure little: it is seen whether they still run
-    "state --megabytes 32 --repeat 1 --ranks 1 2",
+    "state --megabytes 32 --repeat 1",
     "sharded --no-jobs --megabytes 8",
     "recovery --quick --only 'in process'",
     "gpu --device cpu --sizes 0.05 --repeat 1 --kills 1",
@@ -84,7 +84,7 @@ PARTS = {
         5,
         tuple(f"scripts/bench {each}" for each in BENCHMARKS),
     ),
-    "packaging": Part("the wheel, the oldest and newest requirements, a notebook, the site", 3),
+    "packaging": Part("the set-up, the wheel, the oldest and newest requirements, a notebook", 6),
     "chromium": Part("the live page and the site in a browser", 1),
     "kubernetes": Part("pods made of namespaces; manifests, the chart, what kustomize makes", 1),
     "control-plane": Part("a real API server and Job controller of Kubernetes, built at first", 2),

@@ -66,7 +66,7 @@ class AgentConfig:
     rerun: bool = False  # a job that has succeeded is run once more
     proof_of_death: bool = True  # a node that dies is looked for as soon as its connection ends
     hang_timeout: float | None = None  # in one step; None is found out, infinity is for ever
-    start_timeout: int | None = None  # for a worker's start, see followers/start_watch.py
+    start_timeout: int | None = None  # from a world's start to its first step
     etcd_timeout: float | None = None  # for an etcd that went away; None is for ever
     # None leaves the grace to the reason of the stop; it is limits.leave_deadline when this node
     # leaves.
@@ -92,7 +92,7 @@ class AgentConfig:
     log_format: str = "text"  # or json
     timer_file: str | None = None  # for torch's file timers; "": at a path of the agent's
     metrics_addr: tuple[str, int] | None = None  # at which metrics and probes are answered
-    preemption_watch: str | None = None  # aws, gcp, azure or file:PATH, see followers/notices.py
+    preemption_watch: str | None = None  # the file that appears, see followers/notices.py
     preflight: str = "off"  # or basic, or pairs, see agent/preflight.py
     health_check: str | None = None  # a shell command, see followers/health_check.py
     health_interval: float = HEALTH_INTERVAL

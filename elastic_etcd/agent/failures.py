@@ -31,10 +31,8 @@ _OTHER = re.compile(rf"\[?[IWEF]\d{{4}} |{_IGNORED}")  # torch's log, in C++ and
 # By which the interpreter and C++ begin what they say of a signal that ends the process.
 _FATAL = re.compile(r"Fatal Python error: |terminate called ")
 _LAST = 10  # lines
-# Of a device: torch's words, NCCL's and CUDA's own.
-_NO_DEVICE_MEMORY = re.compile(r"(?i)\bcuda\b.*out.of.memory|cudaErrorMemoryAllocation")
 _NO_MEMORY = (
-    "the kernel has killed it, or a process that it started (oom_kill of its cgroup "
+    "out of memory: the kernel has killed it, or a process that it started (oom_kill of its cgroup "
     "has grown by {}); give this node more, or let it need less: smaller batches, fewer workers"
 )
 
@@ -50,19 +48,9 @@ def failure_message(code: int, error_file: str, stderr: bytes, oom_kills_before:
     # A DataLoader says so of a process of its own.
     killed = code == -signal.SIGKILL or "killed by signal: Killed" in message
     if killed and (more := oom_kills() - oom_kills_before) > 0:
-        message = for_want_of_memory(_NO_MEMORY.format(more), message)
+        told = _NO_MEMORY.format(more)  # before the worker's own words, which are cut for it
+        message = f"{told}\n{message[len(told) + 1 - _LONGEST :]}"
     return message[-_LONGEST:].strip().encode(errors="replace").decode()  # of JSON: any surrogate
-
-
-def for_want_of_memory(told: str, message: str) -> str:
-    """The agent's own word before the worker's, which is cut for it."""
-    told = f"out of memory: {told}"
-    return f"{told}\n{message[len(told) + 1 - _LONGEST :]}"
-
-
-def lacks_device_memory(message: str) -> bool:
-    """Whether a worker has ended because a GPU had too little memory for it."""
-    return _NO_DEVICE_MEMORY.search(message) is not None
 
 
 def write_error_file(path: str, error: ElasticEtcdError) -> None:

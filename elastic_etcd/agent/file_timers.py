@@ -1,183 +1,128 @@
 """torch's file timers: by when a worker will be done with something, or else is to be ended.
 
-A FileTimerClient of torch.distributed.elastic.timer writes them into a named pipe, a JSON object a
-line. Nothing of that is trusted, since workers run their user's code.
+torch's own server reads them, in a child (children/timer_server.py), since an agent loads no torch.
+It tells which timer has expired; the agent ends the worker. Nothing of that is trusted, because
+workers wrote it.
 """
 
 import asyncio
 import contextlib
 import errno
-import fcntl
 import logging
 import os
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from select import PIPE_BUF
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 from msgspec import Meta, MsgspecError, Struct, json
 
-from elastic_etcd.agent.directories import LOOK, leads_to
-from elastic_etcd.agent.timer import Timer
+from elastic_etcd import children
+from elastic_etcd.agent.directories import LOOK
+from elastic_etcd.agent.prefork import Prefork
+from elastic_etcd.agent.store import start_with_torch
 from elastic_etcd.errors import UsageError
+from elastic_etcd.protocol.messages import LONGEST
+from elastic_etcd.protocol.packets import channel_pair
+from elastic_etcd.system.child_process import LastWords, Process, end
 from elastic_etcd.system.threads import in_thread
+from elastic_etcd.times import IMPORTED
 
-_PIPE = 1 << 20  # bytes that nobody has read: torch's client fails where there is no room
-_PART = 1 << 16  # bytes that are read in one turn of the event loop
-_MOST = 1024  # timers
+_PROGRAM = Path(children.__file__).with_name("timer_server.py")
 
 log = logging.getLogger(__name__)
 
 
-class FileTimerRequest(Struct, frozen=True):
-    """A line: process `pid` sets the timer `scope_id`, or lets go of it by a time below 0.
-
-    `expiration_time` is in seconds since 1970. Without a `signal` above 0 nothing is ended.
-    """
+class Expired(Struct, frozen=True):
+    """A timer of process `pid` that has expired; without a `signal` above 0 nothing is ended."""
 
     pid: Annotated[int, Meta(ge=1, lt=1 << 31)]
-    scope_id: str
-    expiration_time: float
+    scope: str
     signal: Annotated[int, Meta(ge=-64, le=64)]
 
 
-class _Timer(NamedTuple):
-    end: float  # by the loop's clock
-    seconds: float
-    session: int
-    request: FileTimerRequest
-
-
 class FileTimers:
-    """The pipe at `path`, from now until `close`. Raises UsageError.
+    """The child that serves the pipe at `path`; `expired` is called of each timer that expires."""
 
-    `expired(session, request, seconds)` is called of each timer that was not let go of within the
-    `seconds` that it was set for, if its process still runs, in this session.
-    """
-
-    def __init__(self, path: str, expired: Callable[[int, FileTimerRequest, float], None]) -> None:
+    def __init__(self, path: str, expired: Callable[[Expired], None]) -> None:
         self.path = path
         self._expired = expired
-        self._timers: dict[tuple[int, str], _Timer] = {}
-        self._rest = b""  # of a line that is not whole yet
-        self._warned = False
-        self._until_first = Timer()
-        self._loop = asyncio.get_running_loop()
-        self._fd = _open_pipe(path)
-        self._loop.add_reader(self._fd, self._read_pipe)
+        self._process: Process | None = None
 
-    def forget(self, session: int) -> None:
-        """Drop the timers of a worker that has ended, and of what it has started."""
-        self._timers = {key: t for key, t in self._timers.items() if t.session != session}
-
-    async def renew(self) -> None:
-        """Make the pipe anew if somebody has removed it. Raises OSError and UsageError."""
-        if await in_thread(partial(leads_to, self.path, self._fd), LOOK):
+    async def serve(self, prefork: Prefork | None) -> None:
+        """Start the child, unless it serves the pipe. Raises OSError, and UsageError."""
+        is_there = await in_thread(partial(Path(self.path).is_fifo), LOOK)
+        if self._process and self._process.poll() is None and is_there:
             return
-        fd = await in_thread(partial(_open_pipe, self.path), LOOK)
-        self._loop.remove_reader(self._fd)
-        os.close(self._fd)
-        self._fd = fd
-        self._loop.add_reader(fd, self._read_pipe)
+        self.close()
+        try:
+            await in_thread(partial(_check_place, self.path), LOOK)
+        except OSError as error:
+            raise self._refused(str(error.strerror)) from error
+        self._channel, theirs = channel_pair()
+        read, stderr = os.pipe()
+        self._words = LastWords(read)
+        try:
+            with theirs:
+                self._process = await start_with_torch(
+                    _PROGRAM, self.path, prefork=prefork, channel=theirs, stderr=stderr
+                )
+        except OSError:
+            self._channel.close()
+            self._words.close()
+            raise
+        finally:
+            os.close(stderr)
+        if not await self._serves():
+            raise self._refused(self._words.drain())
+        asyncio.get_running_loop().add_reader(self._channel, self._listen)
+
+    async def _serves(self) -> bool:
+        """Wait for the child's first word, which comes when the pipe is there."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(IMPORTED):
+                return bool(await asyncio.get_running_loop().sock_recv(self._channel, LONGEST))
+        return False
 
     def close(self) -> None:
-        """Remove the pipe."""
-        self._until_first.cancel()
-        self._loop.remove_reader(self._fd)
-        os.close(self._fd)
+        """End the child, and remove the pipe."""
+        if self._process is None:
+            return
+        asyncio.get_running_loop().remove_reader(self._channel)
+        end(self._process)
+        self._process = None
+        self._channel.close()
+        self._words.close()
         with contextlib.suppress(OSError):
             Path(self.path).unlink()
 
-    def _read_pipe(self) -> bool:
-        """A part of what is there, if anything is; of a line that is too long the beginning."""
-        try:
-            *lines, rest = (self._rest + os.read(self._fd, _PART)).split(b"\n")
-        except BlockingIOError:
-            return False
-        self._rest = rest[: PIPE_BUF + 1]
-        for line in lines:
-            self._take_line(line)
-        self._await_first()
-        return True
-
-    def _take_line(self, line: bytes) -> None:
-        try:
-            self._set(request_of(line))
-        except (MsgspecError, ValueError, RecursionError) as error:
-            level = logging.DEBUG if self._warned else logging.WARNING
-            log.log(level, "TORCHELASTIC_TIMER_FILE: ignored %r: %s", line[:200], error)
-            self._warned = True
-
-    def _set(self, request: FileTimerRequest) -> None:
-        key = request.pid, request.scope_id
-        self._timers.pop(key, None)
-        if request.expiration_time < 0:
+    def _listen(self) -> None:
+        packet = self._channel.recv(LONGEST)
+        if not packet:
+            asyncio.get_running_loop().remove_reader(self._channel)
+            text = "timers of the script are not served until the next start: %s"
+            log.warning(text, self._words.drain())
             return
-        if len(self._timers) >= _MOST:
-            raise ValueError(f"there are {_MOST} timers already")
-        session = _session(request.pid)
-        if session is None:
-            raise ValueError("there is no such process")
-        seconds = request.expiration_time - time.time()
-        self._timers[key] = _Timer(self._loop.time() + seconds, seconds, session, request)
+        try:
+            self._expired(json.decode(packet, type=Expired))
+        except MsgspecError as error:
+            log.warning("TORCHELASTIC_TIMER_FILE: ignored %r: %s", packet[:200], error)
 
-    def _await_first(self) -> None:
-        self._until_first.cancel()
-        if self._timers:
-            first = min(timer.end for timer in self._timers.values())
-            self._until_first.start(first - self._loop.time(), self._on_end)
-
-    def _on_end(self) -> None:
-        for _ in range(_PIPE // _PART):  # one that stood still has not heard what was let go of
-            if not self._read_pipe():
-                break
-        now = self._loop.time()
-        for timer in sorted(self._timers.values(), key=lambda timer: timer.end):
-            pid, scope = timer.request.pid, timer.request.scope_id
-            if timer.end <= now:
-                del self._timers[pid, scope]
-                if _session(pid) == timer.session:
-                    self._expired(timer.session, timer.request, timer.seconds)
-        self._await_first()
-
-
-def _open_pipe(path: str) -> int:
-    """Make it and open it. Raises UsageError."""
-    try:
-        _remove_former(path)
-        os.mkfifo(path, 0o600)
-        fd = os.open(path, os.O_RDWR | os.O_NONBLOCK)  # it has a writer, and so never ends
-    except OSError as error:
-        raise UsageError(
-            f"TORCHELASTIC_TIMER_FILE={path}: there can be no pipe: {error.strerror}.\n"
+    def _refused(self, why: str) -> UsageError:
+        return UsageError(
+            f"TORCHELASTIC_TIMER_FILE={self.path}: there can be no pipe: {why}.\n"
             "Name a file that is not there, where this user may write, or unset it."
-        ) from error
-    with contextlib.suppress(OSError):  # this user has too many large ones
-        fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, _PIPE)
-    return fd
+        )
 
 
-def _remove_former(path: str) -> None:
-    """A dead agent's: a pipe that nobody reads. Raises OSError."""
+def _check_place(path: str) -> None:
+    """Raise OSError unless nothing is there, or a dead agent's pipe: torch's server removes it."""
     try:
         os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+    except FileNotFoundError:
+        return
     except OSError as error:
-        if error.errno == errno.ENXIO and Path(path).is_fifo():
-            Path(path).unlink()
-
-
-def request_of(line: bytes) -> FileTimerRequest:
-    """The request in a line. Raises ValueError, RecursionError or MsgspecError."""
-    if len(line) > PIPE_BUF:
-        raise ValueError("too long")
-    return json.decode(line, type=FileTimerRequest)
-
-
-def _session(pid: int) -> int | None:
-    """None of a process that is gone; 0 of one whose session is of another namespace."""
-    try:
-        return os.getsid(pid)
-    except OSError:
-        return None
+        if error.errno == errno.ENXIO:  # nobody reads it
+            return
+        raise
+    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))

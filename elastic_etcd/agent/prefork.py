@@ -23,15 +23,7 @@ from elastic_etcd import children
 from elastic_etcd.agent.timer import Respawn, Timer
 from elastic_etcd.core.words import ended
 from elastic_etcd.errors import UsageError
-from elastic_etcd.protocol.messages import (
-    LONGEST,
-    CannotImport,
-    FromForkServer,
-    Unsafe,
-    Warm,
-    from_fork_server,
-    from_forked,
-)
+from elastic_etcd.protocol import messages
 from elastic_etcd.protocol.packets import channel_pair
 from elastic_etcd.system.child_process import (
     ExitWatch,
@@ -52,7 +44,6 @@ _REFILL_AFTER = 2.0
 # A fork server that lived shorter is replaced more and more slowly: each one imports torch.
 _QUIET = 60.0
 _SLOWEST = 60.0
-_WORTH_A_LINE = 0.5  # seconds
 _TELLS = 10.0  # seconds of waiting for the first imports, after which that is told
 
 log = logging.getLogger(__name__)
@@ -159,18 +150,15 @@ class Prefork:
         err: int,
         stdin: int = subprocess.DEVNULL,
         given: Sequence[int] = (),
-        *,
-        time_imports: bool = False,
     ) -> Process:
         """Run `argv` (`python [-u] script ...` or `-m module ...`) as a process of its own.
 
         `env` is its whole environment, `out` and `err` become its descriptors 1 and 2, `stdin`
         its 0; the numbers that it has for the descriptors `given` are appended to `argv`. All of
-        them may be closed when this returns. With `time_imports` it sends its agent at its first
-        step how long its imports took. Raises OSError when there is no process to be had.
+        them may be closed when this returns. Raises OSError when there is no process to be had.
         """
         streams = {1: out, 2: err} if stdin == subprocess.DEVNULL else {0: stdin, 1: out, 2: err}
-        assignment = _assignment(argv, env, list(streams), time_imports=time_imports)
+        assignment = _assignment(argv, env, list(streams))
         try:
             preforked = self._take_preforked()
             preforked.order([assignment, *streams.values(), *given])
@@ -229,20 +217,20 @@ class Prefork:
             while self._is_warm and len(self._waiting) < self._size:
                 self._new()
 
-    def _take_message(self, message: FromForkServer) -> None:
+    def _take_message(self, message: messages.FromForkServer) -> None:
         match message:
-            case Warm():
+            case messages.Warm():
                 self._is_warm = True
                 self._respawn.started()
                 self._fill()
                 self._decided.set()
-            case Unsafe(why):
+            case messages.Unsafe(why):
                 self._give_up(why)
-            case CannotImport(module, why) if module and not self._decided.is_set():
+            case messages.CannotImport(module, why) if module and not self._decided.is_set():
                 text = f"--preload {module}: {self._command[0]} cannot import it: {why}"
                 self._error = UsageError(text)
                 self._give_up("")
-            case CannotImport(module, why):
+            case messages.CannotImport(module, why):
                 self.lacks_torch = not module
                 self._give_up(f"{self._command[0]} cannot import {module or 'torch'}: {why}")
 
@@ -286,7 +274,7 @@ class _ForkServer:
 
     def __init__(
         self,
-        take: Callable[[FromForkServer], None],
+        take: Callable[[messages.FromForkServer], None],
         ended: Callable[[int, str], None],
         silent: Callable[[], None],
     ) -> None:
@@ -349,13 +337,13 @@ class _ForkServer:
 
     def _listen(self) -> None:
         try:
-            packet = self._channel.recv(LONGEST)
+            packet = self._channel.recv(messages.LONGEST)
         except BlockingIOError:
             return
         except ConnectionResetError:
             packet = b""
         if packet:
-            self._take(from_fork_server(packet))
+            self._take(messages.from_fork_server(packet))
         else:  # `_on_exit` follows
             asyncio.get_running_loop().remove_reader(self._channel)
 
@@ -431,12 +419,12 @@ class _Preforked:
     def arrive(self) -> None:
         """It has said its pid, or won't come any more."""
         try:
-            packet = self._channel.recv(LONGEST)
+            packet = self._channel.recv(messages.LONGEST)
         except (BlockingIOError, ConnectionResetError):
             packet = b""
         self._end_wait()
         if packet:
-            self._take_process(_Forked(from_forked(packet).pid))
+            self._take_process(_Forked(messages.from_forked(packet).pid))
             return
         self._forget()
         if not self._ordered:
@@ -474,25 +462,12 @@ class _Preforked:
             self._watch = None
 
 
-def saved_by_preload(seconds: Mapping[str, float]) -> str:
-    """A line that says which --preload saves the time of these imports; "" if it is short."""
-    spent = sum(seconds.values())
-    if spent < _WORTH_A_LINE:
-        return ""
-    packages = ", ".join(dict.fromkeys(name.partition(".")[0] for name in seconds))
-    modules = [n for n in seconds if not any(other.startswith(f"{n}.") for other in seconds)]
-    names = ",".join(modules)
-    return f"restart spent {spent:.1f} s importing {packages}: --preload {names} saves it"
-
-
-def _assignment(
-    argv: Sequence[str], env: Mapping[str, str], streams: Sequence[int], *, time_imports: bool
-) -> int:
+def _assignment(argv: Sequence[str], env: Mapping[str, str], streams: Sequence[int]) -> int:
     """A descriptor of a file with what a process is to become: an environment may be large.
 
     `streams` are the standard streams that are sent after it; the others are /dev/null.
 
     Not by msgspec: a variable may have bytes that are no UTF-8.
     """
-    order = {"argv": [*argv], "env": dict(env), "streams": streams, "time_imports": time_imports}
+    order = {"argv": [*argv], "env": dict(env), "streams": streams}
     return memfd_with("order", json.dumps(order).encode())

@@ -149,7 +149,9 @@ class _Child:
     async def live(self, prefork: Prefork | None) -> None:
         """Start the process, and watch it."""
         try:
-            process = await _start(prefork, self._theirs, self._stderr)
+            process = await start_with_torch(
+                _PROGRAM, prefork=prefork, channel=self._theirs, stderr=self._stderr
+            )
         except OSError as error:
             self._lost(_not_started(error))
             self.close()
@@ -194,7 +196,9 @@ async def check_store() -> None:
     with contextlib.closing(LastWords(read)) as words:
         try:
             with theirs:
-                process = await _start(None, theirs, stderr)
+                process = await start_with_torch(
+                    _PROGRAM, prefork=None, channel=theirs, stderr=stderr
+                )
         finally:
             os.close(stderr)
         try:
@@ -210,17 +214,24 @@ async def check_store() -> None:
             )
 
 
-async def _start(prefork: Prefork | None, channel: socket.socket, stderr: int) -> Process:
+async def start_with_torch(
+    program: Path,
+    *arguments: str,
+    prefork: Prefork | None,
+    channel: socket.socket,
+    stderr: int,
+) -> Process:
+    """Start a program of children/ that needs torch, with its end of a channel. Raises OSError."""
     env = without_secrets(os.environ)
     # It computes nothing, and the workers may be importing torch at the same time.
     env.update(OMP_NUM_THREADS="1", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     # By its path and with -P, so that no file in the working directory stands in for a module.
-    command = (sys.executable, "-P", str(_PROGRAM))
+    command = (sys.executable, "-P", str(program), *arguments)
     if prefork and prefork.ready:
         try:
             return await prefork.fork(command, env, stderr, stderr, given=[channel.fileno()])
         except OSError as error:
-            log.debug("no fork of the store server: %s", error)
+            log.debug("no fork of %s: %s", program.stem, error)
     return await start(
         [*command, str(channel.fileno())],
         env,

@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec import UNSET, UnsetType
@@ -21,16 +22,16 @@ from msgspec.structs import replace
 from elastic_etcd.agent.address import Reached
 from elastic_etcd.agent.channel import ChannelServer, WorkerChannel
 from elastic_etcd.agent.config import AgentConfig, substitute
-from elastic_etcd.agent.directories import LOOK, Directory
+from elastic_etcd.agent.directories import LOOK
 from elastic_etcd.agent.environment import common_env, worker_env
-from elastic_etcd.agent.failures import failure_message, for_want_of_memory, lacks_device_memory
+from elastic_etcd.agent.failures import failure_message
 from elastic_etcd.agent.guardian import Guardian
 from elastic_etcd.agent.inbox import Tasks
 from elastic_etcd.agent.membership import Membership
 from elastic_etcd.agent.output.logs import Logs, WorkerLog
-from elastic_etcd.agent.prefork import Prefork, saved_by_preload
+from elastic_etcd.agent.prefork import Prefork
 from elastic_etcd.agent.store import StoreServer, check_store
-from elastic_etcd.agent.termination import Termination
+from elastic_etcd.agent.termination import Asked, Termination
 from elastic_etcd.agent.worker import Worker, WorkerSpec, execute, through_run_script
 from elastic_etcd.core.lifecycle import (
     WorkerEnded,
@@ -41,23 +42,10 @@ from elastic_etcd.core.lifecycle import (
 )
 from elastic_etcd.core.peers import LOST, blames_peers, ends_with_lost_peer, was_left
 from elastic_etcd.core.schema import Failure, Limits, Master, Participant, Round, TrainingPlace
-from elastic_etcd.core.words import listed, signal_name
+from elastic_etcd.core.words import signal_name
 from elastic_etcd.errors import UsageError
+from elastic_etcd.protocol import messages
 from elastic_etcd.protocol.activity import Activity, ActivityPage, ActivityPages
-from elastic_etcd.protocol.messages import (
-    AskCurrent,
-    Bye,
-    Change,
-    Current,
-    Disconnected,
-    Diverged,
-    Elastic,
-    FromWorker,
-    Imported,
-    Interrupt,
-    Parked,
-    TrainingDone,
-)
 from elastic_etcd.system.child_process import Process
 from elastic_etcd.system.leftovers import (
     Mark,
@@ -72,7 +60,7 @@ from elastic_etcd.system.threads import begin, in_thread
 from elastic_etcd.times import ERROR_FILE, GOODBYE, KILLED, LEFTOVERS, PARKED_PATIENCE
 
 if TYPE_CHECKING:
-    from elastic_etcd.agent.file_timers import FileTimerRequest, FileTimers
+    from elastic_etcd.agent.file_timers import Expired, FileTimers
 
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126  # a shell's exit codes
 _ENDING = 1.0  # from the end of a worker's connection to its own, if it ends
@@ -96,8 +84,8 @@ class Workers:
         tasks: Tasks,
         membership: Membership,
         guardian: Guardian,
-        folder: Directory,
-        memory: Directory | None = None,
+        folder: str = "",
+        memory: str = "",
     ) -> None:
         self.generation = 0
         self._config = config
@@ -105,12 +93,12 @@ class Workers:
         self._inbox = tasks.inbox
         self._tasks = tasks
         self._membership = membership
-        self._directory, self._memory = folder, memory
+        self._folder, self._memory = folder, memory
         one_node = config.limits.max_nodes == 1
         self._stdin = 0 if one_node else subprocess.DEVNULL
         self._at_terminal = one_node and config.nproc == 1 and os.isatty(0) and os.isatty(1)
         self._starting = False
-        self._early: list[tuple[WorkerChannel, FromWorker | Disconnected]] = []  # while it starts
+        self._early: list[tuple[WorkerChannel, messages.Heard]] = []  # while it starts
         self._running: dict[int, Worker] = {}  # by pid
         self._parked: dict[int, Worker] = {}
         self._parked_ended = asyncio.Event()
@@ -123,12 +111,10 @@ class Workers:
             config.kill_timeout, tasks, guardian, self._mark, self._running, self._parked
         )
         self._channels = ChannelServer(self._take_message)
-        self._channels.open(folder.path)
+        self._channels.open()
         self._timers: FileTimers | None = None
         self._pages = ActivityPages()
-        self._launches = self._oom_kills = 0
-        self._lacked_memory = False  # of a device, at the start of this generation
-        self._times_imports = True  # of a restart, until a worker has told them
+        self._oom_kills = 0
         self._prefork: Prefork | None = None
         if config.prefork:
             env = common_env(os.environ, config.nproc, str(self._mark))
@@ -149,11 +135,6 @@ class Workers:
         """On which the workers of this generation write what they do, also if they have ended."""
         return self._pages.all()
 
-    def bytes_held(self) -> tuple[int, int, int]:
-        """Bytes of the last commits here: own, and copies; and how many nodes have each piece."""
-        copies = [now.copies for _, now in self.activities() if now.copies]
-        return *self._channels.bytes_held(), min(copies, default=0)
-
     @property
     def finished(self) -> bool:
         """Whether some that run have left their worlds: they do what comes after the training."""
@@ -165,11 +146,6 @@ class Workers:
 
     async def prestart(self) -> None:
         """Make everything ready that a start would otherwise wait for. Raises ElasticEtcdError."""
-        if self._config.timer_file is not None:
-            from elastic_etcd.agent import file_timers  # noqa: PLC0415 - only if they are asked for
-
-            path = self._config.timer_file or f"{self._directory.path}/timers"
-            self._timers = file_timers.FileTimers(path, self._timer_expired)
         if mode := self._config.numa_binding:
             from elastic_etcd.agent.devices import cpus_near_gpus  # noqa: PLC0415 - as above
 
@@ -178,6 +154,12 @@ class Workers:
             await self._prefork.imported()
             if self._prefork.lacks_torch:  # which the script may not need, but the store does
                 await check_store()
+        if self._config.timer_file is not None:
+            from elastic_etcd.agent import file_timers  # noqa: PLC0415 - only if they are asked for
+
+            path = self._config.timer_file or f"{self._folder}/timers"
+            self._timers = file_timers.FileTimers(path, self._timer_expired)
+            await self._timers.serve(self._prefork)
 
     def offer(self, generation: int, reached: Reached) -> Master:
         """Bind a socket for the store of `generation`; gives its endpoint. Raises OSError."""
@@ -211,7 +193,6 @@ class Workers:
         """Start every worker. A start that fails is reported as an exit, like any other."""
         self._termination.begin(generation)
         self.generation, self._channels.reason = generation, reason
-        self._launches += 1
         self._oom_kills = oom_kills()
         self._ends.clear()
         self._elastic = self._finished = False
@@ -232,7 +213,7 @@ class Workers:
     def stop(
         self,
         grace: float | None,
-        notice: Change | Interrupt | None = None,
+        notice: messages.Change | messages.Interrupt | None = None,
         park: float | None = None,
     ) -> None:
         """Send SIGTERM now, SIGKILL after `grace` seconds. The shorter grace of two calls counts.
@@ -266,13 +247,15 @@ class Workers:
                 worker.kill()
         self._inbox.put(WorkersHang(self.generation, failure))
 
-    def _timer_expired(self, session: int, timer: "FileTimerRequest", seconds: float) -> None:
+    def _timer_expired(self, timer: "Expired") -> None:
         """By its own timer a script hangs, and is to end by the timer's signal."""
-        worker = self._running.get(session)
+        worker = None
+        with contextlib.suppress(OSError):  # it has ended
+            worker = self._running.get(os.getsid(timer.pid))
         if worker is None or worker.killed:
             return
-        rank, scope = worker.spec.rank, timer.scope_id
-        why = f"rank {rank} on {self._config.node}: timer {scope!r} expired after {seconds:.1f} s"
+        rank = worker.spec.rank
+        why = f"rank {rank} on {self._config.node}: timer {timer.scope!r} expired"
         if timer.signal <= 0:
             log.warning("%s; it has no signal, so nothing is ended", why)
             return
@@ -300,7 +283,7 @@ class Workers:
         if not self._parked:
             return
         for worker in self._parked.values():
-            if worker.channel is None or not worker.channel.send(Bye(reason)):
+            if worker.channel is None or not worker.channel.send(messages.Bye(reason)):
                 worker.terminate()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(GOODBYE):
@@ -351,11 +334,10 @@ class Workers:
             local_rank,
             error_file=error_file,
             interface=self._interface,
-            socket=self._channels.path,
-            held_socket=self._channels.held,
+            socket=self._channels.name,
             activity=self._pages.begin(local_rank, measured=limits.seek_stragglers(now.nodes)),
             mark=str(self._mark),
-            memory=self._memory.path if self._memory else "",
+            memory=self._memory,
             timer_file=self._timers.path if self._timers else "",
             cpus=self._cpus[local_rank] if self._cpus else "",
         )
@@ -374,12 +356,8 @@ class Workers:
         return False
 
     async def _start_workers(self, specs: Sequence[WorkerSpec]) -> None:
-        await self._renew_paths()
-        if self._lacked_memory:
-            from elastic_etcd.agent import device_memory  # noqa: PLC0415 - only after such a failure
-
-            self._lacked_memory = False
-            await device_memory.wait_until_free(self._running, lambda: self._termination.stopping)
+        if self._timers:
+            await self._renew(self._timers)
         await asyncio.gather(*map(self._start_worker, specs))
         self._starting = False
         early, self._early = self._early, []
@@ -387,18 +365,15 @@ class Workers:
             self._take_message(channel, message)
         self._tell_elastic()
 
-    async def _renew_paths(self) -> None:
-        """Make anew what others have removed, so that no worker fails for it."""
+    async def _renew(self, timers: "FileTimers") -> None:
+        """Make the pipe of timers anew if others have removed it: no worker is to fail for that."""
+        make = partial(Path(self._folder).mkdir, 0o700, parents=True, exist_ok=True)
         try:
-            await in_thread(self._directory.renew, LOOK)
-            await self._channels.renew()
-            if self._timers:
-                await self._timers.renew()
-            if self._memory:
-                await in_thread(self._memory.renew, LOOK)
+            await in_thread(make, LOOK)
+            await timers.serve(self._prefork)
         except (OSError, RuntimeError, UsageError) as error:  # RuntimeError: no thread is to be had
             why = str(error) or "the disk stands still"
-            log.warning("what others have removed in %s stays so: %s", self._directory.path, why)
+            log.warning("what others have removed in %s stays so: %s", self._folder, why)
 
     async def _start_worker(self, spec: WorkerSpec) -> None:
         local_rank, at_terminal = spec.local_rank, self._at_terminal
@@ -427,10 +402,7 @@ class Workers:
         if self._prefork and self._prefork.ready:
             out, err = output.out.child_fd, output.err.child_fd
             try:
-                times = self._times_imports and self._launches > 1 and spec.local_rank == 0
-                return await self._prefork.fork(
-                    spec.argv, spec.env, out, err, self._stdin, time_imports=times
-                )
+                return await self._prefork.fork(spec.argv, spec.env, out, err, self._stdin)
             except OSError as error:
                 log.debug("no fork of rank %d: %s", spec.rank, error)
         scripted = not self._config.no_python and spec.argv[1:2] == ("-u",)  # as launch.py has it
@@ -444,8 +416,6 @@ class Workers:
     # --- the ends of workers --------------------------------------------------------------
 
     def _ended(self, worker: Worker, code: int) -> None:
-        if self._timers:
-            self._timers.forget(worker.pid)
         at_barrier = self._parked.pop(worker.pid, None)
         self._running.pop(worker.pid, None)
         self._termination.bury(worker)
@@ -476,20 +446,8 @@ class Workers:
             if not known:
                 reading.cancel()
                 log.warning("rank %d: no answer from the disk of %s", spec.rank, spec.error_file)
-            if lacks_device_memory(message) and not self._pages.read(spec.local_rank).steps:
-                message = await self._name_holders(message)
             by_peer = ends_with_lost_peer(message)
             self._report(spec, worker.pid, code, uptime, message, by_peer=by_peer)
-
-    async def _name_holders(self, message: str) -> str:
-        """Say who holds the memory that a worker lacked; the first one of several asks."""
-        from elastic_etcd.agent import device_memory  # noqa: PLC0415 - as above
-
-        first, self._lacked_memory = not self._lacked_memory, True
-        found = await device_memory.holders({*self._running, *self._parked}) if first else ()
-        if not found:
-            return message
-        return for_want_of_memory(listed(found), message)
 
     def _report(
         self,
@@ -538,12 +496,12 @@ class Workers:
 
     # --- what workers say -----------------------------------------------------------------
 
-    def _take_message(self, channel: WorkerChannel, message: FromWorker | Disconnected) -> None:
+    def _take_message(self, channel: WorkerChannel, message: messages.Heard) -> None:
         """Take a message of a worker; one of an older generation is ignored.
 
         Its end may be known before its last words are read.
         """
-        if isinstance(message, AskCurrent):
+        if isinstance(message, messages.AskCurrent):
             self._tasks.create(self._answer_current(channel, message.id))
             return
         worker = self._find(channel)
@@ -554,28 +512,23 @@ class Workers:
             log.debug("process %d is no worker of this node", channel.pid)
             return
         match message:
-            case Elastic():
+            case messages.Elastic():
                 worker.channel, worker.finished = channel, False
                 self._tell_elastic()
-            case TrainingDone():
+            case messages.TrainingDone():
                 worker.finished = True
                 self._tell_elastic()
-                stopping = self._termination.stopping and not self._termination.patient
-                if stopping and worker.pid in self._running:
+                if self._termination.asked is Asked.FIRMLY and worker.pid in self._running:
                     worker.terminate(self._termination.signal)  # it has not heard what it was told
-            case Disconnected() if worker.channel is channel:
+            case messages.Disconnected() if worker.channel is channel:
                 worker.channel = None
                 # It may be at its end, which says more.
                 asyncio.get_running_loop().call_later(_ENDING, self._tell_elastic)
-            case Parked(generation, error) if generation == self.generation:
+            case messages.Parked(generation, error) if generation == self.generation:
                 self._park(worker, error)
-            case Diverged(generation, line, named, alone) if generation == self.generation:
+            case messages.Diverged(generation, line, named, alone) if generation == self.generation:
                 rank = worker.spec.rank
                 self._inbox.put(WorkersDiverged(generation, rank, line, named, alone))
-            case Imported(seconds) if self._times_imports:
-                self._times_imports = False
-                if line := saved_by_preload(seconds):
-                    log.info("%s", line)
 
     def _find(self, channel: WorkerChannel) -> Worker | None:
         """The worker at the other end: the process itself, or one that it has started."""
@@ -618,7 +571,7 @@ class Workers:
 
     async def _answer_current(self, channel: WorkerChannel, number: int) -> None:
         current, why = await self._membership.current(channel.generation)
-        channel.send(Current(number, current, why))
+        channel.send(messages.Current(number, current, why))
 
 
 def _kill_left(groups: Collection[int], mark: str) -> None:

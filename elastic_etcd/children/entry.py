@@ -17,7 +17,6 @@ import threading
 import warnings
 import weakref
 from functools import partial, wraps
-from importlib import _bootstrap
 from importlib.machinery import ModuleSpec, SourceFileLoader, SourcelessFileLoader
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -49,8 +48,6 @@ _ALONE = 2  # references to an object's variables: its own, and who counts
 _MODULE = "torch.nn.modules.module"
 _C10D = "torch.distributed.distributed_c10d"
 _RENDEZVOUS = "torch.distributed.rendezvous"
-_IMPORT_SYSTEM: Any = _bootstrap
-_SHOW_IMPORTS = "ELASTIC_ETCD_SHOW_IMPORTS"
 _TRACKER = "multiprocessing.resource_tracker"
 _SAMPLE_RATE = "_set_ddp_runtime_logging_sample_rate"  # which only DistributedDataParallel has
 _BLAS_SETTERS = [
@@ -234,14 +231,6 @@ def show_stacks() -> None:
         faulthandler.register(activity.DUMP_STACKS, file=2, all_threads=False)
 
 
-_at_first_step: list[Callable[[], None]] = []
-
-
-def at_first_step(call: Callable[[], None]) -> None:
-    """Have this called when a step of an optimizer has ended."""
-    _at_first_step.append(call)
-
-
 def mend_libraries() -> None:
     """Let the agent see a worker's steps, and mend libraries, as soon as they are imported."""
     waits = _Waits()
@@ -252,33 +241,6 @@ def mend_libraries() -> None:
     _when_imported(_DDP, _end_reducers_first)
     _when_imported(_RENDEZVOUS, _serve_own_ports)
     _when_imported(_TRACKER, _set_tracker_apart)
-
-
-def show_imports() -> None:
-    """Let the agent see whether the script is in an import, if it asks for that.
-
-    It is seen where the import system locks and unlocks a module: nothing of it is in a traceback,
-    nor in `sys.meta_path`.
-    """
-    usual = getattr(_IMPORT_SYSTEM, "_ModuleLockManager", None)
-    if usual is None or not os.environ.get(_SHOW_IMPORTS):
-        return
-    thread, under_way = threading.get_ident(), threading.Lock()
-
-    class Seen(usual):  # type: ignore[misc, valid-type]
-        def __enter__(self) -> None:
-            self.whole = threading.get_ident() == thread and under_way.acquire(blocking=False)
-            if self.whole:
-                activity.importing(begins=True)
-            super().__enter__()
-
-        def __exit__(self, *error: object) -> None:
-            super().__exit__(*error)
-            if self.whole:
-                activity.importing(begins=False)
-                under_way.release()
-
-    _IMPORT_SYSTEM._ModuleLockManager = Seen  # noqa: SLF001 - nothing else sees both ends
 
 
 def _when_imported(name: str, then: Callable[[], None]) -> None:
@@ -360,9 +322,6 @@ def _count_steps(waits: _Waits) -> None:
     def step(*_: object) -> None:
         if not torch.compiler.is_compiling():  # a compiled optimizer is not seen
             activity.step(told=False)
-            while _at_first_step:
-                with contextlib.suppress(Exception):  # what a script has imported may be anything
-                    _at_first_step.pop()()
             waits.step()
 
     sys.modules[_OPTIMIZER].register_optimizer_step_post_hook(step)

@@ -21,15 +21,13 @@ import json
 import os
 import signal
 import socket
-import threading
 import time
 import traceback
 from contextlib import suppress
-from functools import partial
-from importlib import _bootstrap, import_module
+from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,7 +52,6 @@ ELASTIC = (
 IDNA = "encodings.idna"  # which the first look for an address imports
 RUN_SCRIPT = str(Path(__file__).with_name("run_script.py"))
 WITH_TORCH = ("torch", "elastic_etcd.train")
-LOADED = ("torch", "elastic_etcd")
 # A fork keeps one thread: OpenBLAS starts its others when it is loaded. CUDA initialised before a
 # fork fails after it, and without NVML the question whether there is a GPU initialises it.
 IMPORTING = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
@@ -69,12 +66,7 @@ IGNORED = (
     signal.SIGUSR2,
 )
 PR_SET_PDEATHSIG = 1
-INSTALLED = {"site-packages", "dist-packages"}  # folders; what is elsewhere is the user's own
-SLOW_IMPORT = 0.1  # seconds
-MOST_IMPORTED = 16
 BETWEEN = 0.0002  # seconds, between two looks at who the parent is
-PATIENCE = 1.0  # seconds for an answer of the agent's
-IMPORT_SYSTEM: Any = _bootstrap
 
 
 class CannotFork(Exception):
@@ -218,67 +210,10 @@ class ForkServer:
         if job and not given:  # a store server has descriptors, and its agent's environment
             process_title.show_worker(Path(script.target).name, order["env"]["RANK"], job)
         entry.show_stacks()
-        entry.show_imports()
         if command[1:2] == ["-u"]:  # its steps are to be seen then, too
             command.insert(2, RUN_SCRIPT)
         self._imports.watch(command, order["env"])
-        if order["time_imports"] and hasattr(IMPORT_SYSTEM, "_ModuleLockManager"):
-            entry.at_first_step(partial(ImportTimes().tell, order["env"]))
         return script
-
-
-class ImportTimes:
-    """How long each import of the script takes, from now to its first step.
-
-    Those count that --preload would save: of installed packages, but for what these import
-    themselves. It measures where the import system locks and unlocks a module, so that tracebacks,
-    `sys.meta_path` and `builtins` are as they are without it.
-    """
-
-    def __init__(self) -> None:
-        self._found: list[tuple[str, float]] = []  # in the order of their ends
-        self._thread = threading.get_ident()
-        self._usual = usual = IMPORT_SYSTEM._ModuleLockManager  # noqa: SLF001 - nothing else sees both ends
-        times = self
-
-        class Timed(usual):  # type: ignore[misc, valid-type]
-            def __init__(self, name: str) -> None:
-                super().__init__(name)
-                self.name = name
-
-            def __enter__(self) -> None:
-                self.before = len(times._found), threading.active_count(), time.monotonic()
-                super().__enter__()
-
-            def __exit__(self, *error: object) -> None:
-                super().__exit__(*error)
-                if threading.get_ident() == times._thread:
-                    times._imported(self.name, *self.before)
-
-        IMPORT_SYSTEM._ModuleLockManager = Timed  # noqa: SLF001 - as above
-
-    def _imported(self, name: str, known: int, threads: int, begun: float) -> None:
-        """Count it in place of what it has imported itself, unless it is the user's own."""
-        spec = getattr(sys.modules.get(name), "__spec__", None)
-        loaded = name.partition(".")[0] in LOADED
-        if loaded or INSTALLED.intersection(Path(str(getattr(spec, "origin", ""))).parts):
-            has_threads = threading.active_count() > threads  # the fork server could not load it
-            is_name = all(map(str.isidentifier, name.split(".")))  # one that --preload takes
-            counts = is_name and not (loaded or has_threads)
-            self._found[known:] = [(name, time.monotonic() - begun)] if counts else []
-
-    def tell(self, env: dict[str, str]) -> None:
-        """Tell the agent, and measure no more."""
-        IMPORT_SYSTEM._ModuleLockManager = self._usual  # noqa: SLF001 - as above
-        slow = [(name, round(spent, 3)) for name, spent in self._found if spent >= SLOW_IMPORT]
-        names = ("local_rank", "generation")
-        ids = {name: int(env[f"ELASTIC_ETCD_{name.upper()}"]) for name in names}
-        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as channel:
-            channel.settimeout(PATIENCE)
-            channel.connect(env["ELASTIC_ETCD_SOCKET"])
-            say(channel, "hello", v=1, pid=os.getpid(), **ids)
-            channel.recv(1 << 16)  # what is left unread would end the connection before it is read
-            say(channel, "imported", seconds=dict(slow[:MOST_IMPORTED]))
 
 
 def is_ours(name: str) -> bool:

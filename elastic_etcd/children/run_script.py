@@ -30,7 +30,6 @@ def main(argv: list[str]) -> entry.Entry:
     given.install_as_main()
     entry.show_stacks()
     entry.mend_libraries()
-    entry.show_imports()
     return given
 
 

@@ -152,10 +152,15 @@ def listening(text: str) -> tuple[str, int]:
 
 
 def notices(text: str) -> str:
-    """A source of notices of this machine's end."""
-    if text not in ("aws", "gcp", "azure") and not re.fullmatch("file:.+", text):
-        raise ArgumentTypeError(f"{text[:140]} is none of aws, gcp, azure, file:PATH")
-    return text
+    """The file of a notice of this machine's end: PATH of file:PATH."""
+    if text in ("aws", "gcp", "azure"):
+        raise ArgumentTypeError(
+            f"{text} is gone: run examples/spot/{text}.py, which makes a file of the notice, and "
+            "watch that file: file:PATH"
+        )
+    if not (path := text.removeprefix("file:")) or path == text:
+        raise ArgumentTypeError(f"{text[:140]} is not file:PATH")
+    return path
 
 
 def natural(text: str) -> int:

@@ -274,7 +274,7 @@ WORKERS = Section(
         Flag(
             "--preload",
             "modules that the fork server loads, too, so that no worker waits for them; may be "
-            "repeated. After the first restart the log says which installed ones would save time",
+            "repeated",
             flag_values.modules,
             "MODULE,...",
             repeated=True,
@@ -408,11 +408,10 @@ FAILURES = Section(
         ),
         Flag(
             "--preemption-watch",
-            "leave, as on a signal, when this machine is about to be taken away: aws, gcp or "
-            "azure, or file:PATH, which appears then and may hold seconds; workers have the time "
-            "that is left, but no more than --leave-deadline",
+            "leave, as on a signal, when this file appears, since this machine will be taken away; "
+            "it may hold seconds, which workers have, but no more than --leave-deadline",
             flag_values.notices,
-            "SOURCE",
+            "file:PATH",
             to="preemption_watch",
             by_default="none",
             more="See [operate.md](operate.md).",
@@ -486,10 +485,9 @@ FAILURES = Section(
         ),
         Flag(
             "--start-timeout",
-            "a worker that is so long in one import, in making its process group, or in ee.run "
-            "from there to the end of its first step, fails as one that hangs; lines say every 30 "
-            "s who has not begun. Other scripts tell no more of their starts, so nothing else "
-            "counts. The same on every node",
+            "a worker that has not ended its first step in so many seconds from the start of its "
+            "world fails as one that hangs. Only for scripts that tell steps: an optimizer's of "
+            "torch, ee.heartbeat; ee.quiet excuses. The same on every node",
             flag_values.count,
             "SECONDS",
             to="start_timeout",

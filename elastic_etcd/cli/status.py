@@ -6,10 +6,19 @@ import signal
 from typing import TYPE_CHECKING, Any
 
 from elastic_etcd.cli import events, query, tables
-from elastic_etcd.core import hangs, no_progress, requests, suspects, words
+from elastic_etcd.core import failure_policies, hangs, requests, words
 from elastic_etcd.core.lifecycle import Outdated
 from elastic_etcd.core.rules import Elapsed, Local, Wait, awaited, decide
-from elastic_etcd.core.schema import Failure, History, Phase, decode, hexed, plain, seconds_of
+from elastic_etcd.core.schema import (
+    Failure,
+    History,
+    Limits,
+    Phase,
+    decode,
+    hexed,
+    plain,
+    seconds_of,
+)
 from elastic_etcd.protocol.messages import UNCOUNTED
 from elastic_etcd.system.sockets import address
 
@@ -18,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from elastic_etcd.cli import parsers
-    from elastic_etcd.core.schema import Hang, Limits, Member, Participant, Spec
+    from elastic_etcd.core.schema import Hang, Member, Participant
     from elastic_etcd.core.view import View
     from elastic_etcd.etcd.client import Client
 
@@ -89,17 +98,16 @@ def describe(job: str, view: View) -> dict[str, Any]:
         "hang_files": list(_hang_files(view)),
         "why": _why(view, reason),
         "last_words": _last_words(failure) if failure else "",
-        "repeated": "" if view.outcome else no_progress.repeated(view.ledger.stalled or ()),
+        "repeated": "" if view.outcome else failure_policies.repeated(view.ledger),
         "revision": view.revision,
         "phase": phase,
         "generation": now.generation if now else last,
         "reason": reason,
         "world_size": sum(p.nproc for p in view.world) if view.trains and view.members else 0,
-        "restarts": now.restarts if now else newest.get("restarts", 0),  # without the ledger
-        "limits": plain(_limits(view.spec, view)) if view.spec else None,
+        "restarts": view.restarts if now else newest.get("restarts", 0),  # without the ledger
+        "limits": plain(requests.wanted_limits(view, view.spec)) if view.spec else None,
         "coordinator": view.coordinator.node if view.coordinator else None,
         "master": address(now.master.addr, now.master.port) if now and now.master else None,
-        "commit_nodes": _commit_nodes(view),
         "nodes": list(_nodes(view)),
         "history": history,
         "suspects": list(_suspects(view)),
@@ -162,7 +170,7 @@ def _why(view: View, reason: str) -> str:
         return "nobody coordinates yet"
     acked = now.generation if now.coordinator in {ack.lease for ack in view.acks} else 0
     local = Local(now.run, now.coordinator, acked=acked)
-    waits = decide(view, local, _limits(view.spec, view), Elapsed(0, 0))
+    waits = decide(view, local, requests.wanted_limits(view, view.spec), Elapsed(0, 0))
     return f"{reason}; {waits.reason}" if isinstance(waits, Wait) else reason
 
 
@@ -212,29 +220,24 @@ def jobs_table(jobs: Iterable[dict[str, Any]], room: int) -> list[str]:
     return tables.table(heads, rows, room, soft=(5, 2), right=(3, 4))
 
 
-def _limits(spec: Spec, view: View) -> Limits:
-    return requests.scaled(view, spec.run, spec.limits)
-
-
 def _suspects(view: View) -> Iterator[dict[str, Any]]:
     """Each suspect with the reason why it is left out, "" if it is not, as the world began."""
     now = view.round
-    known = now.suspects if now and now.phase is Phase.FINAL else view.ledger.suspects
-    after = view.spec.limits.suspect_after if view.spec else 0
-    for suspect in known:
-        yield plain(suspect) | {"why": suspects.why_left_out(known, suspect.node, after)}
+    past = now if now and now.phase is Phase.FINAL else view.ledger
+    limits = view.spec.limits if view.spec else Limits(1, 1, suspect_after=0)
+    for node, suspect in failure_policies.suspects(past, limits).items():
+        yield plain(suspect) | {"why": failure_policies.why_left_out(past, node, limits)}
 
 
 def _nodes(view: View) -> Iterator[dict[str, Any]]:
     """The world's participants, then all other members."""
     is_final = view.round is not None and view.round.phase is Phase.FINAL
     members = {member.lease: member for member in view.members}
-    held = {each.lease: {"own": each.own, "copies": each.copies} for each in view.held}
     for p in view.world if is_final else ():
         member = members.pop(p.lease, None)
         state = "gone" if member is None else "leaving" if member.leaving else "training"
         ranks = list(range(p.first_rank, p.first_rank + p.nproc))
-        place = {"group_rank": p.group_rank, "ranks": ranks, "commit_bytes": held.get(p.lease)}
+        place = {"group_rank": p.group_rank, "ranks": ranks}
         yield _node(p, member, state) | place
     for member in members.values():
         state = "leaving" if member.leaving else "spare" if is_final else "waiting"
@@ -251,7 +254,7 @@ def _waits(view: View, member: Member) -> str:
         return "not ready yet"
     if now.phase is not Phase.FINAL:
         return "ready"
-    return awaited(view, now, Local(now.run, member.lease), _limits(view.spec, view))
+    return awaited(view, now, Local(now.run, member.lease), requests.wanted_limits(view, view.spec))
 
 
 def _node(
@@ -266,7 +269,6 @@ def _node(
         "nproc": known.nproc,
         "group_rank": None,
         "ranks": [],
-        "commit_bytes": None,
     }
 
 
@@ -288,35 +290,12 @@ def _lines_of(state: dict[str, Any], told: Sequence[str]) -> Iterator[str]:
     heads = ("node", "state", "group rank", "ranks", "workers", "address")
     if rows:
         yield from tables.table(heads, rows, tables.width(), soft=(5,))
-    yield from _commits(state)
     yield from _reasons(state)
     yield from told[-_EVENTS:]
     failure = (state["outcome"] or {}).get("failure")
     if failure and (said := failure["message"].rstrip().splitlines()):
         yield f"rank {failure['rank']} on {failure['node']} said:"
         yield from (f"  {line}" for line in said[-_SAID:])
-
-
-def _commit_nodes(view: View) -> int | None:
-    """How many nodes have each piece of the last commit; None where nothing is sharded."""
-    world = {p.lease for p in view.world}
-    return min((h.nodes for h in view.held if h.nodes and h.lease in world), default=None)
-
-
-def _commits(state: dict[str, Any]) -> Iterator[str]:
-    """The memory that the last commits take: on all nodes, and on the one that has the most."""
-    nodes = [node for node in state["nodes"] if node["commit_bytes"]]
-    if not nodes:
-        return
-    sizes = [sum(node["commit_bytes"].values()) for node in nodes]
-    most = max(sizes)
-    fullest = nodes[sizes.index(most)]
-    own, copies = (words.shown(fullest["commit_bytes"][of]) for of in ("own", "copies"))
-    parts = f" ({own} of its own, {copies} of copies)" if state["commit_nodes"] else ""
-    told = f"the last commits are in {words.shown(sum(sizes))} of memory, "
-    yield f"{told}the most on {fullest['node']}: {words.shown(most)}{parts}"
-    if each := state["commit_nodes"]:
-        yield f"each piece of the last one is on {words.counted(each, 'node')}"
 
 
 def _reasons(state: dict[str, Any]) -> Iterator[str]:

@@ -21,7 +21,7 @@ from elastic_etcd.times import HANG_ANSWER, HANG_EVIDENCE, HANG_STACKS
 
 # The stages of a start that are known to end soon.
 STARTS = {
-    RankDoing.IMPORT: "in {} imports",
+    RankDoing.BEFORE: "before {} process group",
     RankDoing.GROUP: "in {} process group",
     RankDoing.FIRST: "before {} first step",
 }

@@ -32,8 +32,6 @@ _WHAT_AT = 64
 _COMMITS = struct.Struct("=3Q")  # how many, how long they took together, when the last one ended
 _COMMITS_AT = 192
 _INIT_AT = 256  # when it began to do that
-_COPIES_AT = 264  # how many nodes have each piece of its last commit
-_IMPORT_AT = 272  # when the import of its script began that is under way; 0: none is, or is told
 _RECENT = struct.Struct("=64Q")  # how long the last steps took, by number modulo 64
 _RECENT_AT = 512
 _RECENT_STEPS = 64
@@ -94,8 +92,6 @@ class Activity(NamedTuple):
     usual: float = 0.0  # for a step: a median, 0 if it is not known yet
     outside: float = 0.0  # of collectives in a step, likewise
     measured: int = 0  # times that this was measured
-    copies: int = 0  # nodes that have each piece of its last commit; 0 where nothing is sharded
-    importing: float = 0.0  # since the import under way began, 0 if none is, or is told
 
 
 class ToldPlace(NamedTuple):
@@ -155,10 +151,6 @@ class ActivityPage:
         if doing == Doing.COMMIT:
             _HEAD.pack_into(self._memory, 0, doing, monotonic_ns(), *rest)
 
-    def importing(self, *, begins: bool) -> None:
-        """An import of the script begins, which is not a part of another one, or has ended."""
-        _ONE.pack_into(self._memory, _IMPORT_AT, monotonic_ns() if begins else 0)
-
     def reach(self, step: int, commit: int | None = None) -> None:
         """Training has come to this step, or so many steps after a commit.
 
@@ -192,10 +184,6 @@ class ActivityPage:
             (min(epoch, _LARGEST), min(number, _LARGEST)) if known else None,
             tuple(min(index, _LARGEST) for index in indices),
         )
-
-    def keep_copies(self, nodes: int) -> None:
-        """So many nodes have each piece of the last commit."""
-        _ONE.pack_into(self._memory, _COPIES_AT, nodes)
 
     def done(self) -> None:
         """From here on nothing is a step, until one has ended."""
@@ -237,8 +225,6 @@ class ActivityPage:
         recent = _RECENT.unpack_from(self._memory, _RECENT_AT)
         commits, spent, ended = _COMMITS.unpack_from(self._memory, _COMMITS_AT)
         (init,) = _ONE.unpack_from(self._memory, _INIT_AT)
-        (copies,) = _ONE.unpack_from(self._memory, _COPIES_AT)
-        (importing,) = _ONE.unpack_from(self._memory, _IMPORT_AT)
         _, measured, _ = _OUTSIDE.unpack_from(self._memory, _OUTSIDE_AT)
         outside = _MEASURED.unpack_from(self._memory, _MEASURED_AT)
         now = monotonic_ns()
@@ -256,8 +242,6 @@ class ActivityPage:
             usual=_middle([took for took in recent if took]) * _NS,
             outside=_middle(outside) * _NS if measured >= MEASURED else 0.0,
             measured=measured,
-            copies=copies,
-            importing=max(0, now - importing) * _NS if importing else 0.0,
         )
 
 
@@ -344,18 +328,6 @@ def move() -> None:
     """Bytes of a commit have moved."""
     if page := own_page():
         page.move()
-
-
-def importing(*, begins: bool) -> None:
-    """An import of the script begins, or has ended."""
-    if page := own_page():
-        page.importing(begins=begins)
-
-
-def keep_copies(nodes: int) -> None:
-    """So many nodes have each piece of this worker's last commit."""
-    if page := own_page():
-        page.keep_copies(nodes)
 
 
 def done() -> None:

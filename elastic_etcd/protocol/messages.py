@@ -14,7 +14,6 @@ from msgspec.structs import replace
 VERSION = 1
 LONGEST = 1 << 16  # bytes of a packet
 LONGEST_TEXT = 1 << 12  # characters of a reason or an error, each of which may take twelve bytes
-MOST_IMPORTED = 16  # modules that a worker tells the time of
 UNCOUNTED = 1 << 31  # as --max-restarts beside torchrun, which counts restarts by itself
 _TEXTS = ("reason", "error", "line")
 M = TypeVar("M")
@@ -22,8 +21,6 @@ M = TypeVar("M")
 Number: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 LocalRank: TypeAlias = Annotated[int, Meta(ge=0, le=4095)]
 Name: TypeAlias = Annotated[str, Meta(max_length=256)]
-Module: TypeAlias = Annotated[str, Meta(max_length=256, pattern=r"\A[^\W\d]\w*(\.[^\W\d]\w*)*\Z")]
-Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=1e6)]
 
 
 class _Message(Struct, frozen=True, tag_field="type", tag=str.lower):
@@ -99,12 +96,6 @@ class AskLeaving(_Message, frozen=True, tag="leaving"):
     id: Number
 
 
-class Imported(_Message, frozen=True):
-    """The seconds that the script's import of each module took, in the order of the imports."""
-
-    seconds: Annotated[dict[Module, Seconds], Meta(max_length=MOST_IMPORTED)]
-
-
 class Diverged(_Message, frozen=True):
     """Ranks, which are replicas, have other values than the rest. Rank 0 says so, and each of them.
 
@@ -118,13 +109,14 @@ class Diverged(_Message, frozen=True):
 
 
 Request: TypeAlias = Keep | Recall | Share | AskCurrent | AskLeaving  # that has an answer
-FromWorker: TypeAlias = (
-    Hello | Elastic | Parked | TrainingDone | Drop | Request | Imported | Diverged
-)
+FromWorker: TypeAlias = Hello | Elastic | Parked | TrainingDone | Drop | Request | Diverged
 
 
 class Disconnected(Struct, frozen=True):
     """A worker that had said hello has gone. Not sent: the agent's end makes it."""
+
+
+Heard: TypeAlias = FromWorker | Disconnected
 
 
 # --- from the agent -----------------------------------------------------------------------

@@ -7,7 +7,6 @@ It is apart from the channel, which takes long to import: a signal's handler tha
 from contextlib import AbstractContextManager
 
 from elastic_etcd.protocol import activity
-from elastic_etcd.protocol.activity import Doing
 
 
 def heartbeat(step: int | None = None) -> None:
@@ -39,4 +38,4 @@ def quiet(what: str) -> AbstractContextManager[None]:
     what: a word for the messages, of which 128 bytes are kept. It raises nothing, and does nothing
     without our launcher. docs/hangs.md says how a hang is found.
     """
-    return activity.during(Doing.QUIET, what)
+    return activity.during(activity.Doing.QUIET, what)

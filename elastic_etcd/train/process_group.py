@@ -19,19 +19,9 @@ import torch._dynamo  # noqa: F401
 import torch.distributed as dist
 
 from elastic_etcd.errors import UsageError, WrongHere
-from elastic_etcd.system.name_lookups import short_lookups
+from elastic_etcd.system.sockets import short_lookups
 from elastic_etcd.times import NCCL_LOOK, PARK_LATE, SYNC_PATIENCE
-from elastic_etcd.train import ddp, sync_point
-from elastic_etcd.train.abort import (
-    Address,
-    abort_gloo,
-    abort_nccl,
-    addresses_of,
-    has_nccl,
-    nccl_error,
-    strangers,
-    uses_nccl,
-)
+from elastic_etcd.train import abort, ddp, sync_point
 from elastic_etcd.train.accelerator import devices, uses_devices
 from elastic_etcd.train.sync_point import SyncPoint
 
@@ -58,7 +48,7 @@ class ProcessGroup:
         self.rank, self.world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
         self._local_rank = int(env["LOCAL_RANK"])
         self._endpoint = env["MASTER_ADDR"], int(env["MASTER_PORT"])
-        self._store: frozenset[Address] = frozenset()
+        self._store: frozenset[abort.Address] = frozenset()
         self._strangers: frozenset[str] = frozenset()
         self._prefix = f"elastic_etcd/{generation}/{attempt}"
         self._sync_point = SyncPoint(self.rank, self.world_size, self._connect, self.fail)
@@ -81,7 +71,7 @@ class ProcessGroup:
         backend = _prepare(backend, self._local_rank, options)
         _tame_watchdog()
         self._loop = threading.get_ident()
-        self._strangers = strangers()
+        self._strangers = abort.strangers()
         store = self._connect(timedelta(seconds=300))
         sync_point.install(self._sync_point)
         if self.broken:  # before there was a connection that could be shut down
@@ -93,7 +83,7 @@ class ProcessGroup:
             backend, store=store, rank=self.rank, world_size=self.world_size, **options
         )
         self._excepthooks = before, sys.excepthook
-        if uses_nccl():
+        if abort.uses_nccl():
             self._nccl_watch.start()
 
     def change(self, leaving: bool) -> None:
@@ -118,7 +108,7 @@ class ProcessGroup:
 
     def tells_garbage(self) -> bool:
         """Whether a collective of NCCL's may have been aborted: it ends as if it had succeeded."""
-        return bool(self.broken) and has_nccl()
+        return bool(self.broken) and abort.has_nccl()
 
     def fail(self, reason: str) -> None:
         """Interrupt the world for a reason that was met here, which the agent does not know."""
@@ -131,7 +121,7 @@ class ProcessGroup:
             with suppress(RuntimeError):  # a peer is done or has broken off; all is committed
                 dist.barrier()
         # Gloo closes a connection 10 ms faster when it has failed.
-        abort_gloo(self._store, self._strangers)
+        abort.abort_gloo(self._store, self._strangers)
 
     def teardown(self, *, broken: bool) -> None:
         """Destroy the process group, with nobody waiting for us in it if it is `broken`.
@@ -171,10 +161,10 @@ class ProcessGroup:
             sys.excepthook = before
 
     def _destroy(self) -> None:
-        abort = getattr(dist.distributed_c10d, "_abort_process_group", None)  # torch 2.6
+        abort_all = getattr(dist.distributed_c10d, "_abort_process_group", None)  # torch 2.6
         try:
-            if abort and self._aborted:
-                abort()
+            if abort_all and self._aborted:
+                abort_all()
             else:
                 dist.destroy_process_group()
         except RuntimeError as error:
@@ -184,7 +174,7 @@ class ProcessGroup:
 
     def _connect(self, timeout: timedelta = timedelta(seconds=SYNC_PATIENCE)) -> dist.Store:
         address, port = self._endpoint
-        self._store = addresses_of(address, port)
+        self._store = abort.addresses_of(address, port)
         with short_lookups(address):
             client = dist.TCPStore(address, port, is_master=False, timeout=timeout)
         return dist.PrefixStore(self._prefix, client)
@@ -207,14 +197,14 @@ class ProcessGroup:
     def _watch_nccl(self) -> None:
         """NCCL's errors and time-outs end the world, as they would else end the process."""
         while not self._torn_down.wait(NCCL_LOOK):
-            if error := nccl_error():
+            if error := abort.nccl_error():
                 self.fail(f"NCCL has met an error: {error}")
                 return
 
     def _abort(self) -> None:
-        abort_gloo(self._store, self._strangers)
+        abort.abort_gloo(self._store, self._strangers)
         try:
-            abort_nccl(self._aborted)
+            abort.abort_nccl(self._aborted)
         except RuntimeError as error:
             log.debug("NCCL could not be aborted, and will be again: %s", error)
 
@@ -301,7 +291,7 @@ def _prepare(backend: str | None, local_rank: int, options: Mapping[str, Any]) -
     there is none of that number.
     """
     if backend is None:
-        backend = "cpu:gloo,cuda:nccl" if uses_nccl() else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if abort.uses_nccl() else "gloo"
     if uses_devices(backend):
         device = options.get("device_id")
         devices().set_device(_device_of(local_rank) if device is None else device)

@@ -28,14 +28,12 @@ from elastic_etcd.core.peers import names_lost_peer, names_own_mistake
 from elastic_etcd.core.words import counted
 from elastic_etcd.errors import AgentGone, UsageError, WrongHere
 from elastic_etcd.protocol import activity, messages
-from elastic_etcd.protocol.activity import Doing
 from elastic_etcd.system.process_title import show_rank
 from elastic_etcd.train import ddp, sync_point
 from elastic_etcd.train.agent_channel import Channel, agent
 from elastic_etcd.train.collectives import World, gather
 from elastic_etcd.train.process_group import ProcessGroup, init_agentless, teardown_agentless
 from elastic_etcd.train.state.elastic_state import ElasticState
-from elastic_etcd.train.sync_point import WorldBroken, WorldChanged
 
 _NO_STEP = -1  # not even the step that was under way
 _LONGEST_TRACEBACK = 3000  # characters in a report; the error stands at its end
@@ -178,7 +176,7 @@ class _Worker:
                 group, lost, again = self._group, "", _NO_STEP
                 try:
                     result = self._train(group)
-                except WorldChanged:
+                except sync_point.WorldChanged:
                     group.barrier()
                 except BaseException as error:
                     lost = self._why_lost(group, error)
@@ -200,7 +198,7 @@ class _Worker:
     def _train(self, group: ProcessGroup) -> Any:
         self._begun = False
         _enable_loggers()
-        with activity.during(Doing.INIT):
+        with activity.during(activity.Doing.INIT):
             group.init(self._backend, self._options)
             ended = self._meet(group)
             changed = self._state.sync()
@@ -213,7 +211,7 @@ class _Worker:
             self._state._reset(World(group.generation, group.rank, group.world_size))
         try:
             result = self._body()
-        except WorldChanged:
+        except sync_point.WorldChanged:
             self._state._leave(leaves=group.leaving)
             raise
         sync_point.current().raise_if_broken()  # garbage may have said that all is done
@@ -267,7 +265,7 @@ class _Worker:
         """
         _enable_loggers()  # training may have set up logging
         broken = bool(group.broken)
-        if isinstance(error, WorldBroken):  # the agent's word, or what a commit has met
+        if isinstance(error, sync_point.WorldBroken):  # the agent's word, or what a commit has met
             return str(error) if broken else _report_error(group, error)
         unready = isinstance(error, Exception) and broken and not self._begun
         misled = isinstance(error, Exception | SystemExit) and group.tells_garbage()

@@ -27,7 +27,6 @@ from datetime import timedelta
 from typing import Any, NoReturn
 
 from elastic_etcd.protocol import activity
-from elastic_etcd.protocol.activity import Doing
 from elastic_etcd.times import SYNC_PATIENCE
 
 _KEY = "elastic_etcd/sync_point"
@@ -113,7 +112,7 @@ class SyncPoint:
             raise WorldBroken(self._broken)
 
     def _is_target(self) -> bool:
-        with activity.during(Doing.CHECK):
+        with activity.during(activity.Doing.CHECK):
             self._decided.wait()
         self.raise_if_broken()
         return self.steps >= self._target

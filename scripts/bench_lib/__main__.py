@@ -4,7 +4,7 @@ import importlib
 import sys
 
 NAMES = {
-    "recovery": "faults and what they cost, beside torchrun; --timeline",
+    "recovery": "faults and what they cost, beside torchrun",
     "goodput": "steps that get done while workers and nodes die, beside torchrun",
     "scale": "rendezvous of many simulated agents",
     "state": "commit, restore and sync of a training's state",

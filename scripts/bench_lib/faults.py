@@ -76,8 +76,6 @@ WORKER = Fault(
 ADDED = Fault(
     Measure("node added: pause", "s", "≤ 0.35 s", at_most(0.35)), _add, 1, 2, codes=(0, 0)
 )
-# torch's own way round the crash that a node added to a running job meets by default.
-ADDED_APART = Fault(Measure("same, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", "s"), _add, 1, 2)
 FAULTS = (
     WORKER,
     Fault(Measure("agent SIGKILLed", "s", "≤ 0.6 s", at_most(0.6)), _to_agent(_KILL)),
@@ -88,7 +86,6 @@ FAULTS = (
     ),
     Fault(Measure("node SIGSTOPped", "s", _TTL, _SOON), _to_node(_STOP)),
     ADDED,
-    ADDED_APART,
     Fault(Measure("node leaves by SIGTERM", "s"), _to_agent(_TERM), codes=(0, 128 + _TERM)),
 )
 MEASURES = (START, *(fault.measure for fault in FAULTS), *COSTS)

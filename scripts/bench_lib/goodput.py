@@ -42,13 +42,7 @@ launchers:
   prefork, exec  this program, the same script: restarted in each world, it goes on from its file.
   in process     this program, the script under ee.run: it commits each fifth step, and saves none.
 
-how steps are counted:
-  A step counts when it is reached for the first time; what is trained again, since it was not saved
-  or committed, does not count. The world's size does not matter: also a lone node makes steps. What
-  a death costs is the time in which the steps would have been done that are missing at the next
-  fault. A fault that finds nobody to hit is none, and its time is the one's before. The undisturbed
-  run is made twice, before and after, and the faster one counts: if they differ by more than a few
-  percent, or a share is above 100, the machine was busy with something else.
+How steps are counted is in docs/contributing/performance.md.
 
 examples:
   scripts/bench goodput                                  all of it, about 25 minutes

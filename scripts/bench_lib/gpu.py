@@ -1,7 +1,7 @@
 """`scripts/gpu-test --bench`: what recovery and commits cost where training is on a GPU.
 
-Recovery is a killed worker of two nodes of one worker each, both on one GPU, stage by stage, and
-beside torchrun's of the same run. A commit stands beside a plain copy of the same tensors to the
+Recovery is a killed worker of two nodes of one worker each, both on one GPU, beside torchrun's of
+the same run. A commit stands beside a plain copy of the same tensors to the
 host: into page-locked memory that is there already, which is the fastest that there is.
 """
 
@@ -10,11 +10,11 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
 import torch
 from rich.console import Console
@@ -22,24 +22,14 @@ from rich.console import Console
 from elastic_etcd.etcd.embedded import EmbeddedEtcd
 from tests.support.places import PLACES, Place, first_gpu, missing, nccl_version
 
-from . import faults, launchers, state, timeline
+from . import faults, launchers, state
 from .figures import Sample, grid
 
 NOT_HERE = 77
 PLAIN = "plain copy, into memory that is there"
-TORCHRUN = 60.0  # seconds after which it has not recovered
+TORCHRUN = "torchrun c10d"
+BOUND = 60.0  # seconds after which it has not recovered
 METHODS = ("exec", "prefork", "in process")
-# Up to the last of its stages in timeline.py each takes what is left since the one before.
-PARTS = {
-    "detect": ("generation claimed",),
-    "stop": ("survivor stopped", "round joinable", "last ack written"),
-    "rendezvous": ("round final", "last agent starts workers"),
-    "start": ("last script begins", "all imported"),
-    "device": ("device",),
-    "process group": ("process group",),
-    "first collective": ("collective",),
-    "DDP, first step": ("DDP", "first step done"),
-}
 
 
 def main() -> int:
@@ -198,41 +188,28 @@ async def recovery(args: argparse.Namespace, console: Console) -> None:
 
 
 def show(place: Place, endpoint: str, kills: int, console: Console) -> None:
-    """Each start method, event by event; and all of them in one table, part by part."""
-    arguments = ("--device", place.device, "--backend", place.backend)
-    environment = place.env | first_gpu()
-    found = {}
-    for name in METHODS:
-        each = timeline.recoveries(name, endpoint, kills, arguments, environment)
-        console.print(timeline.table(f"{name}, {place}", each))
-        found[name] = parts(timeline.medians(each))
-    theirs = torchruns(arguments, environment)
-    rows = [(part, *(found[name][part] for name in METHODS), "") for part in PARTS]
-    rows.append(("all", *(found[name]["all"] for name in METHODS), theirs))
-    title = f"worker SIGKILLed, {place}: ms, medians of {kills} kills; of torchrun one"
-    console.print(grid(title, ("", *METHODS, "torchrun c10d"), rows))
+    """Each launcher's milliseconds; of torchrun one."""
+    rows = []
+    for name in (*METHODS, TORCHRUN):
+        ours = name in METHODS
+        plain = launchers.elastic(name, endpoint) if ours else launchers.c10d()
+        script = (*plain.script, "--device", place.device, "--backend", place.backend)
+        launcher = replace(plain, script=script, environment=place.env | first_gpu())
+        took = [killed(launcher) for _ in range(kills if ours else 1)]
+        times = [1e3 * each for each in took if not isinstance(each, str)]
+        said = [each for each in took if isinstance(each, str)]
+        middle = f"{median(times):.0f} ({min(times):.0f}-{max(times):.0f})" if times else ""
+        rows.append((name, " ".join([middle, *said]).strip()))
+    title = f"worker SIGKILLed, {place}: ms to the next step, medians of {kills} kills"
+    console.print(grid(title, ("", "ms"), rows))
 
 
-def torchruns(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
-    """Milliseconds of one recovery by torchrun; or why there is none."""
-    plain = launchers.c10d()
-    launcher = replace(plain, script=(*plain.script, *arguments), environment=environment)
+def killed(launcher: launchers.Launcher) -> Sample:
+    """Seconds of one recovery, in a job of its own; or why there is none."""
     found: dict[str, Sample] = {}
-    with suppress(RuntimeError):  # it has not begun: the others' figures are still wanted
-        faults.suffer(launcher, faults.WORKER, TORCHRUN, 0.0, found.__setitem__)
-    took = found.get(faults.WORKER.measure.name, "no start")
-    return took if isinstance(took, str) else f"{1e3 * took:.0f}"
-
-
-def parts(stages: dict[str, float]) -> dict[str, str]:
-    """Each part's milliseconds; "" for one that there is none of."""
-    ends = {
-        p: max((stages[n] for n in names if n in stages), default=0.0) for p, names in PARTS.items()
-    }
-    reached = [(part, end) for part, end in ends.items() if end]
-    found = {part: end - before for (_, before), (part, end) in pairwise([("", 0.0), *reached])}
-    found["all"] = stages["first step done"]
-    return {part: f"{1e3 * found[part]:.0f}" if part in found else "" for part in [*PARTS, "all"]}
+    with suppress(RuntimeError):  # the others' figures are still wanted
+        faults.suffer(launcher, faults.WORKER, BOUND, 0.0, found.__setitem__)
+    return found.get(faults.WORKER.measure.name, "no start")
 
 
 if __name__ == "__main__":

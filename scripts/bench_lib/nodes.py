@@ -4,7 +4,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 import uuid
@@ -12,20 +11,13 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import TypeVar
 
 from tests.support.processes import MARK, Changes, marked, send
 
 from .launchers import Launcher
 
 PATIENCE = 60.0  # seconds for what is not measured
-
-# Puts CLOCK_MONOTONIC before each line that comes.
-STAMP = """
-import sys, time
-for line in sys.stdin:
-    print(time.monotonic(), line, end="", flush=True)
-"""
 
 T = TypeVar("T")
 
@@ -75,14 +67,10 @@ class Node:
 
 
 class Run:
-    """One job, with one worker on each node, in a directory of its own.
+    """One job, with one worker on each node, in a directory of its own."""
 
-    `stamped`: each line that a node writes to its agentN.log begins with the time.
-    """
-
-    def __init__(self, launcher: Launcher, alone: bool = False, stamped: bool = False) -> None:
+    def __init__(self, launcher: Launcher, alone: bool = False) -> None:
         self._launcher = launcher
-        self._stamped = stamped
         self._command = launcher.job(alone)
         self.directory = Path(tempfile.mkdtemp(prefix="bench-"))
         # What a killed agent leaves behind goes with the rest.
@@ -90,7 +78,6 @@ class Run:
         self._environment = {**launcher.environment, "TMPDIR": str(self.directory / "tmp")}
         self._changes = Changes(self.directory)
         self._old: set[str] = set()
-        self._stampers: list[subprocess.Popen[bytes]] = []  # they end with the nodes
         self.nodes: list[Node] = []
 
     def start(self) -> Node:
@@ -105,7 +92,7 @@ class Run:
 
     def _started(self, index: int) -> Node:
         mark = uuid.uuid4().hex
-        with self._log(index) as log:
+        with (self.directory / f"agent{index}.log").open("ab") as log:
             started = time.monotonic()
             process = subprocess.Popen(
                 [*self._command(index), *self._launcher.script, str(self.directory)],
@@ -117,16 +104,6 @@ class Run:
             )
         self._changes.follow(process.pid)
         return Node(process, mark, started)
-
-    def _log(self, index: int) -> IO[bytes]:
-        with (self.directory / f"agent{index}.log").open("ab") as log:
-            if not self._stamped:
-                return os.fdopen(os.dup(log.fileno()), "wb")
-            stamp = [sys.executable, "-S", "-c", STAMP]
-            process = subprocess.Popen(stamp, stdin=subprocess.PIPE, stdout=log)
-        self._stampers.append(process)
-        assert process.stdin
-        return process.stdin
 
     def streams(self) -> list[Stream]:
         """All of them."""
@@ -190,8 +167,6 @@ class Run:
             node.signal(signal.SIGKILL)
             node.process.kill()
             node.process.wait()
-        for stamper in self._stampers:
-            stamper.wait()
         self._changes.close()
         shutil.rmtree(self.directory)
 

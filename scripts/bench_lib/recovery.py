@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from rich.console import Console
 
 from elastic_etcd.etcd.embedded import EmbeddedEtcd
 
-from . import faults, figures, launchers, timeline
+from . import faults, figures, launchers
 from .figures import Sample, Samples
 from .launchers import Launcher
 
@@ -58,15 +58,11 @@ def arguments() -> argparse.Namespace:
     add("--quick", action="store_true", help="--repeat 1 --bound 20 --idle 5")
     add("--only", action="append", choices=NAMES, help="this launcher; may be repeated")
     add("--event", action="append", default=[], help="events with this text; may be repeated")
-    add("--timeline", action="store_true", help="a killed worker, event by event")
-    add("--kills", type=int, default=5, help="kills behind each timeline")
-    add(
-        "--json", type=Path, help="write all samples, or why there is none; or a timeline's medians"
-    )
+    add("--json", type=Path, help="write all samples, or why there is none")
     args = parser.parse_args()
     if args.quick:
         args.repeat, args.bound, args.idle = 1, 20.0, 5.0
-    args.only = args.only or (("exec", "prefork", "in process") if args.timeline else NAMES)
+    args.only = args.only or NAMES
     return args
 
 
@@ -76,11 +72,6 @@ async def run(args: argparse.Namespace) -> int:
     machine = f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before"
     title = f"recovery: torch {version('torch')}, {machine}, {args.repeat} repetitions"
     async with EmbeddedEtcd() as etcd:
-        if args.timeline:
-            found = timeline.show(etcd.endpoint, args.only, args.kills, console)
-            if args.json:
-                args.json.write_text(json.dumps({"title": title, "stages": found}, indent=1) + "\n")
-            return 0
         plan = Plan(args.repeat, args.slow, args.bound, args.idle, tuple(args.event))
         runners = [find(name, etcd.endpoint) for name in args.only]
         samples: dict[str, Samples] = {launcher.name: {} for launcher in runners}
@@ -117,17 +108,15 @@ def measure(
         for fault in faults.FAULTS:
             for launcher in runners:
                 found = samples[launcher.name]
-                if wanted(fault, launcher, found, plan):
+                if wanted(fault, found, plan):
                     name = f"{fault.measure.name}: {launcher.name}"
                     say(f"{repetition + 1} of {plan.repeat}: {name}")
                     one(launcher, fault, found, plan, plan.idle if repetition == 0 else 0.0)
                     save()
 
 
-def wanted(fault: faults.Fault, launcher: Launcher, found: Samples, plan: Plan) -> bool:
+def wanted(fault: faults.Fault, found: Samples, plan: Plan) -> bool:
     if not chosen(fault.measure.name, plan):
-        return False
-    if fault is faults.ADDED_APART and launcher.name != "torchrun c10d":
         return False
     before = found.get(fault.measure.name, [])
     slow = [s for s in before if isinstance(s, str) or s > SLOW]
@@ -142,8 +131,6 @@ def one(launcher: Launcher, fault: faults.Fault, found: Samples, plan: Plan, idl
     def add(name: str, sample: Sample) -> None:
         found.setdefault(name, []).append(sample)
 
-    if fault is faults.ADDED_APART:
-        launcher = replace(launchers.c10d(share_store=False))
     try:
         faults.suffer(launcher, fault, plan.bound, idle, add)
     except RuntimeError as error:  # the others' figures are still wanted

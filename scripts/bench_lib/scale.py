@@ -14,6 +14,7 @@ import platform
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,7 @@ from tests.support.etcd import EtcdServer
 from tests.support.etcd_versions import etcd_of
 
 from .figures import grid
-from .simulated import PATIENCE, Processes, Setup, SimulatedJob, Told
+from .simulated import PATIENCE, Processes, Setup, Told
 
 WAVE = 100  # nodes that start at once: a thousand from three processes would wait for processors
 RENEWALS = 150  # a second: leases last the longer the more there are, so that it does not rise
@@ -99,12 +100,14 @@ class Change:
     coordinator: float | None  # its own, since the last join; None where another takes its place
 
 
-class Job(SimulatedJob):
+class Job:
     """One job of `nodes` nodes, and the changes that it goes through."""
 
-    def __init__(self, etcd: EtcdServer, client: Client, processes: Processes, nodes: int) -> None:
-        super().__init__(processes, f"scale{nodes}")
-        processes.heard[""] = self._heard  # what the processes tell of themselves
+    def __init__(self, etcd: EtcdServer, client: Client, setup: Setup, processes: int) -> None:
+        nodes = setup.max_nodes
+        self.processes = Processes(setup, processes, self._heard)
+        self._news = asyncio.Event()
+        self._error: Told | None = None
         self._etcd = etcd
         self._client = client
         self._live = set(range(nodes))
@@ -117,33 +120,42 @@ class Job(SimulatedJob):
         self._coordinator = 0
         self.changes: list[Change] = []
 
-    @property
-    def recorder(self) -> float:
-        """The flight recorders' share of the agents' CPU time, once all have ended."""
-        return sum(float(t.detail) for t in self.told if t.what == "recorder") / self._cpu[0]
-
     async def go(self) -> None:
         """Every kind of change once."""
         began = time.monotonic()
         before = await self._quiet()
         for first in range(1 - WAVE, len(self._live), WAVE):
             wave = self._live & set(range(first, first + WAVE))
-            self.command("start", wave)
-            await self.until(partial(self._joined, wave), "all join")
+            self.processes.command("start", wave)
+            await self._until(partial(self._joined, wave), "all join")
             if first % 1000 == 1:
                 log.log(f"{first + WAVE - 1} nodes have joined")
-        self._cpu = self._cpu[0], self._processes.cpu(FIRST)  # the coordinator's, since then
+        self._cpu = self._cpu[0], self.processes.cpu(FIRST)  # the coordinator's, since then
         await self._reach("formation", None, before, began)
         await self._lose("node lost", self._ordinary())
         await self._add("node joins")
         before = await self._quiet()
         since = time.monotonic()
-        self.command("fail", [self._ordinary()])
+        self.processes.command("fail", [self._ordinary()])
         await self._reach("worker fails", since, before)
         await self._lose("coordinator lost", self._coordinator)
 
+    async def _until(self, ready: Callable[[], bool], what: str) -> None:
+        """Wait until they have told enough. Raises TimeoutError, or what one of them says."""
+        try:
+            async with asyncio.timeout(PATIENCE):
+                while not ready():
+                    self._news.clear()
+                    await self._news.wait()
+                    said = self._error
+                    assert said is None, f"node{said.number}: {said.detail}"
+        except TimeoutError:
+            raise TimeoutError(f"not within {PATIENCE:g} s: {what}") from None
+
     def _heard(self, told: Told) -> None:
-        super()._heard(told)
+        self._news.set()
+        if told.what == "error":
+            self._error = told
         if told.what == "member":
             self._members[told.number] = told
         if told.what in PHASES and told.generation > self._generation:
@@ -160,13 +172,13 @@ class Job(SimulatedJob):
         number, self._next = self._next, self._next + 1
         before = await self._quiet()
         self._live.add(number)
-        self.command("start", [number])
+        self.processes.command("start", [number])
         await self._reach(name, None, before)
 
     async def _lose(self, name: str, number: int) -> None:
         before = await self._quiet()
         self._live.remove(number)
-        self.command("kill", [number])
+        self.processes.command("kill", [number])
         await self._client.revoke(int(self._members[number].detail, 16))
         await self._reach(name, time.monotonic(), before)
 
@@ -176,7 +188,7 @@ class Job(SimulatedJob):
         """Wait until all live nodes hold the next final world; count what it took."""
         log.log(name)
         cpu, coordinator = self._cpu, self._coordinator
-        await self.until(self._final, name)
+        await self._until(self._final, name)
         joined = max(t.at for t in self._members.values())
         since = joined if since is None else since
         generation = max(t.generation for t in self._finals.values())
@@ -213,7 +225,7 @@ class Job(SimulatedJob):
                 await asyncio.sleep(0.2)
                 more = Counts.read(self._etcd)
                 if (more - counts).requests == 0 and more.events == counts.events:
-                    self._cpu = self._processes.cpu(), self._processes.cpu(FIRST)
+                    self._cpu = self.processes.cpu(), self.processes.cpu(FIRST)
                     return more
                 counts = more
 
@@ -227,20 +239,19 @@ def newest_etcd() -> str:
         return ""
 
 
-async def measure(nodes: int, ttl: int, processes: int) -> tuple[list[Change], float]:
-    """A job of `nodes` nodes on an etcd of its own, through every change; see `Job.recorder`."""
+async def measure(nodes: int, ttl: int, processes: int) -> list[Change]:
+    """A job of `nodes` nodes on an etcd of its own, through every change."""
     ttl = max(ttl, 3 * nodes // RENEWALS)
     with tempfile.TemporaryDirectory() as folder:
         etcd = EtcdServer(Path(folder), arguments=(), program=newest_etcd())
         etcd.start()
         try:
             setup = Setup(etcd.endpoint, nodes, ttl, **SETUP)
-            started = Processes(setup, processes)
             async with Client(etcd.config) as client:
-                job = Job(etcd, client, started, nodes)
-                async with started:
+                job = Job(etcd, client, setup, processes)
+                async with job.processes:
                     await job.go()
-                return job.changes, job.recorder
+                return job.changes
         finally:
             etcd.kill()
 
@@ -346,17 +357,12 @@ def main() -> int:
     args = arguments()
     console = Console(width=110)
     changes: list[Change] = []
-    recorders: dict[int, float] = {}
     for nodes in sizes(args.sizes):
         log.log(f"{nodes} nodes")
-        measured = measure(nodes, args.ttl, args.processes)
-        found, recorders[nodes] = asyncio.run(measured)
-        changes += found
+        changes += asyncio.run(measure(nodes, args.ttl, args.processes))
     fits = exponents(changes)
     console.print(table(changes))
     console.print(growth(fits))
-    for nodes, share in recorders.items():
-        console.print(f"flight recorders: {share:.2%} of the CPU time of {nodes} agents")
     if args.json:
         told = {
             "machine": f"{os.cpu_count()} cores, Python {platform.python_version()}",
@@ -365,7 +371,6 @@ def main() -> int:
                 name: {total: None if math.isnan(fit) else fit for total, fit in of.items()}
                 for name, of in fits.items()
             },
-            "recorders": recorders,
         }
         args.json.write_text(json.dumps(told, indent=1) + "\n")
     late = missed(changes, fits)

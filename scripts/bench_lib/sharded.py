@@ -50,7 +50,6 @@ TORCHRUN, OURS = "torchrun c10d", "in process"  # the first is what figures has 
 MODULE = ("-m", "scripts.bench_lib.sharded_worker")
 KILLS = (faults.FAULTS[0], faults.FAULTS[2])  # a worker; all processes of a node
 COPIES = 2
-CPU = "BENCH_SHARDED_CPU"  # in the environment: --cpu
 # How a world ends, and the processes that are in the next one; each is a node.
 FIRST = (0, 1, 2, 3)
 CHANGES: tuple[tuple[str, tuple[int, ...], bool], ...] = (
@@ -105,7 +104,6 @@ def main() -> int:
     add("--megabytes", type=int, default=100, help="of the weights and moments of all ranks")
     add("--repeat", type=int, default=1)
     add("--bound", type=float, default=60, help="seconds after which a job has not recovered")
-    add("--cpu", action="store_true", help="CPU seconds of commits and changes: a busy machine")
     add("--no-worlds", action="store_true", help="only jobs")
     add("--no-jobs", action="store_true", help="only commits and changes, without etcd")
     add("--json", type=Path, help="write all samples")
@@ -113,11 +111,9 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # no job outlives the benchmark
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     tempfile.tempdir = "/dev/shm"  # noqa: S108 - no disk
-    if args.cpu:
-        os.environ[CPU] = "1"
     machine = f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before"
     title = f"sharded, {args.megabytes} MB: torch {version('torch')}, {machine}, "
-    title += f"{args.repeat} repetitions{', CPU seconds' if args.cpu else ''}"
+    title += f"{args.repeat} repetitions"
     samples: dict[str, Samples] = {TORCHRUN: {}, OURS: {}}
     for _ in range(args.repeat):
         if not args.no_jobs:
@@ -188,9 +184,9 @@ def live(process: int, folder: Path, megabytes: int) -> dict[str, dict[str, floa
     """One node's way; what process 0 has measured, by names and launchers."""
 
     def build(world: Any) -> dict[str, Any]:
-        began = clock()
+        began = time.perf_counter()
         model, optimizer = sharded(megabytes, world.mesh())
-        builds.append(clock() - began)
+        builds.append(time.perf_counter() - began)
         return {"model": model, "optimizer": optimizer}
 
     builds: list[float] = []
@@ -387,17 +383,12 @@ def copy(target: torch.Tensor, slices: list[TensorSlice]) -> None:
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """From the first rank's begin to the last one's end; CPU seconds are the busiest rank's."""
+    """From the first rank's begin to the last one's end."""
     dist.barrier()
-    began = clock()
+    began = time.perf_counter()
     call()
-    ended = clock()
-    return slowest(ended - began) if CPU in os.environ else slowest(ended) + slowest(-began)
-
-
-def clock() -> float:
-    """Seconds that pass, or with --cpu those of this process's threads."""
-    return time.process_time() if CPU in os.environ else time.perf_counter()
+    ended = time.perf_counter()
+    return slowest(ended) + slowest(-began)
 
 
 def slowest(value: float) -> float:

@@ -1,7 +1,7 @@
-"""Simulated agents of many jobs, in a few processes; only their workers are simulated.
+"""Agents of one job, in a few processes; only their workers are simulated.
 
 Client, session, mirror, rules and loop are the real ones; each agent has a connection of its own.
-Commands go to a process's standard input, [what, job, numbers], and what happened comes from its
+Commands go to a process's standard input, [what, numbers], and what happened comes from its
 standard output, each as one JSON list a line.
 """
 
@@ -17,16 +17,15 @@ from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from elastic_etcd.agent import membership
 from elastic_etcd.agent.address import Reached
 from elastic_etcd.agent.agent import Agent
 from elastic_etcd.agent.config import AgentConfig
-from elastic_etcd.agent.followers.recorder import FlightRecorder, Step
 from elastic_etcd.agent.inbox import Inbox, Incoming, Tasks
 from elastic_etcd.agent.membership import Membership
-from elastic_etcd.core.lifecycle import Event, State, WorkerEnded, WorkersGone
+from elastic_etcd.core.lifecycle import WorkerEnded, WorkersGone
 from elastic_etcd.core.schema import Failure, Limits, Master, Participant, Round
 from elastic_etcd.errors import ElasticEtcdError
 from elastic_etcd.etcd.access import EtcdConfig
@@ -62,20 +61,16 @@ class Told(NamedTuple):
 
     at: float
     what: str
-    job: str = ""
     number: int = 0
     detail: str = ""
     generation: int = 0
 
 
 class Processes:
-    """`async with Processes(setup, count) as processes`: agents in `count` of them.
+    """`async with Processes(setup, count, heard)`: agents in `count` of them."""
 
-    `heard` of a job gets what its agents tell.
-    """
-
-    def __init__(self, setup: Setup, count: int) -> None:
-        self.heard: dict[str, Callable[[Told], None]] = {}
+    def __init__(self, setup: Setup, count: int, heard: "Callable[[Told], None]") -> None:
+        self._heard = heard
         self.pids: list[int] = []
         self._setup, self._count = setup, count
         self._inputs: list[asyncio.StreamWriter] = []
@@ -99,13 +94,13 @@ class Processes:
     async def __aexit__(self, *_: object) -> None:
         await self._scope.aclose()
 
-    def command(self, what: str, job: str, numbers: "Iterable[int]") -> None:
-        """Have these agents of the job started, killed or failed."""
+    def command(self, what: str, numbers: "Iterable[int]") -> None:
+        """Have these agents started, killed or failed."""
         shares: dict[int, list[int]] = {}
         for number in numbers:
             shares.setdefault(self._place(number), []).append(number)
         for index, share in shares.items():
-            self._inputs[index].write(json.dumps([what, job, share]).encode() + b"\n")
+            self._inputs[index].write(json.dumps([what, share]).encode() + b"\n")
 
     def _place(self, number: int) -> int:
         if not self._setup.alone or self._count == 1:
@@ -121,9 +116,7 @@ class Processes:
     async def _read(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None
         while line := await process.stdout.readline():
-            told = Told(*json.loads(line))
-            if heard := self.heard.get(told.job):
-                heard(told)
+            self._heard(Told(*json.loads(line)))
 
     async def _end(self, process: asyncio.subprocess.Process, reader: asyncio.Task[None]) -> None:
         assert process.stdin is not None
@@ -131,40 +124,6 @@ class Processes:
             process.stdin.close()
         await process.wait()
         await reader
-
-
-class SimulatedJob:
-    """What the agents of one job have told so far, and waiting for it."""
-
-    def __init__(self, processes: Processes, name: str) -> None:
-        self.name = name
-        self.told: list[Told] = []
-        self._error: Told | None = None
-        self._processes = processes
-        self._news = asyncio.Event()
-        processes.heard[name] = self._heard
-
-    def command(self, what: str, numbers: "Iterable[int]") -> None:
-        """As that of Processes."""
-        self._processes.command(what, self.name, numbers)
-
-    async def until(self, ready: "Callable[[], bool]", what: str) -> None:
-        """Wait until they have told enough. Raises TimeoutError, or what one of them says."""
-        try:
-            async with asyncio.timeout(PATIENCE):
-                while not ready():
-                    self._news.clear()
-                    await self._news.wait()
-                    said = self._error
-                    assert said is None, f"{self.name}, node{said.number}: {said.detail}"
-        except TimeoutError:
-            raise TimeoutError(f"{self.name}: not within {PATIENCE:g} s: {what}") from None
-
-    def _heard(self, told: Told) -> None:
-        self.told.append(told)
-        if told.what == "error":
-            self._error = told
-        self._news.set()
 
 
 # --- in such a process
@@ -223,18 +182,6 @@ class SimulatedWorkers:
         """Nothing is left."""
 
 
-class TimedRecorder(FlightRecorder):
-    """A flight recorder that counts the seconds which all of this process take."""
-
-    seconds: ClassVar[float] = 0.0
-
-    def record(self, before: State, at: float, event: Event) -> Step:
-        began = time.thread_time()
-        entry = super().record(before, at, event)
-        TimedRecorder.seconds += time.thread_time() - began
-        return entry
-
-
 class Simulated(Agent):
     """An agent that tells when it joins, and of each phase of a round that it sees."""
 
@@ -247,7 +194,6 @@ class Simulated(Agent):
     ) -> None:
         workers = SimulatedWorkers(tasks.inbox)
         super().__init__(config, tasks, Membership(client, config, tasks), workers)
-        self._recorder = TimedRecorder()
         self._tell = tell
 
     def fail(self) -> None:
@@ -273,40 +219,39 @@ class Simulated(Agent):
             self._tell(now.phase.value, leads, now.generation)
 
 
-class Jobs:
-    """The agents of this process, by their jobs and numbers."""
+class Agents:
+    """The agents of this process, by their numbers."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
         self._etcd = EtcdConfig((setup.endpoint,))
-        self._agents: dict[tuple[str, int], Simulated] = {}
-        self._lives: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._agents: dict[int, Simulated] = {}
+        self._lives: dict[int, asyncio.Task[None]] = {}
 
-    def do(self, command: str, job: str, number: int) -> None:
+    def do(self, command: str, number: int) -> None:
         """Do what a line of standard input asks for; an agent may have ended by itself."""
-        at = job, number
         if command == "start":
-            self._lives[at] = asyncio.create_task(self._live(job, number))
-        elif agent := self._agents.get(at):
+            self._lives[number] = asyncio.create_task(self._live(number))
+        elif agent := self._agents.get(number):
             match command:
                 case "kill":
                     agent.abandon()
-                    self._lives[at].cancel()
+                    self._lives[number].cancel()
                 case "fail":
                     agent.fail()
 
     async def end(self) -> None:
         """Kill all that still live."""
-        for job, number in tuple(self._agents):
-            self.do("kill", job, number)
+        for number in tuple(self._agents):
+            self.do("kill", number)
         if self._lives:
             await asyncio.wait(self._lives.values())
 
-    def _config(self, job: str, number: int) -> AgentConfig:
+    def _config(self, number: int) -> AgentConfig:
         setup = self._setup
         return AgentConfig(
             etcd=self._etcd,
-            job=job,
+            job="scale",
             argv=("true",),
             node=f"node{number}",
             nproc=setup.nproc,
@@ -316,46 +261,42 @@ class Jobs:
             signals=(),
         )
 
-    async def _live(self, job: str, number: int) -> None:
-        at = job, number
+    async def _live(self, number: int) -> None:
         try:
             async with Client(self._etcd) as client, Tasks() as tasks:
-                tell = partial(self._heard, job, number)
-                config = self._config(job, number)
-                self._agents[at] = agent = Simulated(config, client, tasks, tell)
+                tell = partial(self._heard, number)
+                config = self._config(number)
+                self._agents[number] = agent = Simulated(config, client, tasks, tell)
                 await agent.live()
         except* ElasticEtcdError as errors:
-            _tell("error", job, number, str(errors.exceptions[0]))
+            _tell("error", number, str(errors.exceptions[0]))
         else:
-            _tell("left", job, number)
+            _tell("left", number)
         finally:
-            self._agents.pop(at, None)
-            self._lives.pop(at, None)
+            self._agents.pop(number, None)
+            self._lives.pop(number, None)
 
-    def _heard(
-        self, job: str, number: int, what: str, detail: str = "", generation: int = 0
-    ) -> None:
+    def _heard(self, number: int, what: str, detail: str = "", generation: int = 0) -> None:
         if what in self._setup.tells:
-            _tell(what, job, number, detail, generation)
+            _tell(what, number, detail, generation)
 
 
-def _tell(what: str, job: str, number: int, detail: str = "", generation: int = 0) -> None:
-    print(json.dumps(Told(time.monotonic(), what, job, number, detail, generation)))
+def _tell(what: str, number: int, detail: str = "", generation: int = 0) -> None:
+    print(json.dumps(Told(time.monotonic(), what, number, detail, generation)))
 
 
 async def main(setup: Setup) -> None:
     """Follow the commands until standard input ends."""
     membership.Mirror = partial(Mirror, reconcile=setup.reconcile)  # type: ignore[assignment, attr-defined]
-    jobs = Jobs(setup)
+    agents = Agents(setup)
     commands = asyncio.StreamReader()
     protocol = asyncio.StreamReaderProtocol(commands)
     await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, sys.stdin)
     while line := await commands.readline():
-        command, job, numbers = json.loads(line)
+        command, numbers = json.loads(line)
         for number in numbers:
-            jobs.do(command, job, number)
-    await jobs.end()
-    _tell("recorder", "", 0, f"{TimedRecorder.seconds:.6f}")
+            agents.do(command, number)
+    await agents.end()
 
 
 if __name__ == "__main__":

@@ -1,9 +1,7 @@
 """`scripts/bench state`: commit, restore and sync of 1 GB beside memcpy, deepcopy and torch.save.
 
 Each is the median of several; a ratio is to memcpy (ctypes.memmove) of the same bytes into memory
-that is there already. Sync is between two processes of this machine, over gloo. A second table is
-of one node with 1, 4 and 8 ranks, which commit at the same time: seconds of the slowest, and the
-host memory that all of their snapshots take.
+that is there already. Sync is between two processes of this machine, over gloo.
 """
 
 import argparse
@@ -24,11 +22,9 @@ from tempfile import TemporaryDirectory
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from torch.distributed import checkpoint
 
-from elastic_etcd.train.state.digest import digests_of
 from elastic_etcd.train.state.elastic_state import ElasticState
-from tests.support.channels import Job
+from elastic_etcd.train.state.replicas import digests_of
 
 from .figures import grid
 
@@ -183,113 +179,13 @@ def told(ranks: list[subprocess.Popen[str]], by: int) -> dict[str, float]:
     return {name: float(number) for name, number in (x.split("\t") for x in output.splitlines())}
 
 
-def member(rank: int, size: int, folder: Path, megabytes: int, repeat: int) -> None:
-    """One of the ranks of a node, with equal values; rank 0 prints what the slowest took."""
-    torch.manual_seed(0)
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(str(folder / "store"), size), rank=rank, world_size=size
-    )
-    state = trained(megabytes)
-    state.sync()
-    for _ in range(3):
-        state.commit()
-        dist.barrier()
-    memory = memory_of_all(state)
-    flat, other = (torch.ones(size_of(state), dtype=torch.uint8) for _ in range(2))
-    ways: dict[str, Callable[[], object]] = {
-        "memcpy": lambda: ctypes.memmove(flat.data_ptr(), other.data_ptr(), len(flat)),
-        "commit": state.commit,
-        "sync": state.sync,
-        "torch.save, rank 0 to memory": lambda: torch_save(state) if rank == 0 else None,
-        "torch.distributed.checkpoint": lambda: distributed_save(state, folder),
-    }
-    rounds = [{name: seconds_of_slowest(way) for name, way in ways.items()} for _ in range(repeat)]
-    if rank == 0:
-        print(f"size\t{len(flat)}\nmemory\t{memory}")
-        for name in ways:
-            print(f"{name}\t{statistics.median(took[name] for took in rounds)}")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def seconds_of_slowest(way: Callable[[], object]) -> float:
-    dist.barrier()
-    took = torch.tensor(seconds(way), dtype=torch.float64)
-    dist.all_reduce(took, dist.ReduceOp.MAX)
-    return float(took)
-
-
-def torch_save(state: ElasticState) -> None:
-    torch.save(dicts(state), io.BytesIO())
-
-
-def distributed_save(state: ElasticState, folder: Path) -> None:
-    """As a script with DDP does: each rank writes a part of what all have."""
-    model, optimizer = dicts(state)
-    checkpoint.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder / "dcp")
-
-
-def memory_of_all(state: ElasticState) -> int:
-    """Bytes of the snapshots of all ranks: their memory files, and pages that are theirs alone."""
-    snapshots = state._snapshots  # noqa: SLF001
-    shared = snapshots.shared if dist.get_rank() == 0 else []
-    files = sum(os.fstat(memfd.fd).st_blocks * 512 for memfd in (*snapshots.own, *shared))
-    ours, private = False, 0
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if "-" in line.split(" ", 1)[0]:
-            ours = "memfd:elastic_etcd" in line
-        elif ours and line.startswith("Anonymous:"):
-            private += int(line.split()[1]) * 1024
-    total = torch.tensor(files + private)
-    dist.all_reduce(total)
-    return int(total)
-
-
-def node(size: int, megabytes: int, repeat: int) -> dict[str, float]:
-    """What each way took on a node of so many ranks, the size of a state, and its memory."""
-    command = [sys.executable, "-m", "scripts.bench_lib.state", "--megabytes", str(megabytes)]
-    command += ["--repeat", str(repeat), "--size", str(size)]
-    with TemporaryDirectory(dir="/dev/shm") as folder, Job() as agent:
-        env = os.environ | {"ELASTIC_ETCD_SOCKET": agent.path, "ELASTIC_ETCD_GENERATION": "0"}
-        env["PYTHONWARNINGS"] = "ignore"  # of a checkpoint that is written again
-        ranks = [
-            subprocess.Popen(
-                [*command, "--folder", folder, "--rank", str(rank)],
-                env=env | {"ELASTIC_ETCD_LOCAL_RANK": str(rank), "GROUP_RANK": "0"},
-                stdout=None if rank else subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(size)
-        ]
-        return told(ranks, 0)
-
-
-def tell_nodes(sizes: list[int], megabytes: int, repeat: int) -> None:
-    """The second table."""
-    rows = []
-    for ranks in sizes:
-        found = node(ranks, megabytes, repeat)
-        memory = found.pop("memory") / found.pop("size")
-        for name, took in found.items():
-            part = f"{memory:.2f}" if name == "commit" else ""
-            rows.append((str(ranks), name, f"{took:.3g}", f"{took / found['memcpy']:.3g}", part))
-    columns = ("ranks", "", "seconds", "x memcpy of each", "memory, x state")
-    Console(width=100).print(grid("one node, the slowest rank", columns, rows))
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/bench state", description=__doc__)
     parser.add_argument("--megabytes", type=int, default=1000)
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--ranks", type=int, nargs="*", default=[1, 4, 8], help="of one node")
-    parser.add_argument("--size", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.size is not None:
-        member(args.rank, args.size, args.folder, args.megabytes, args.repeat)
-        return 0
     if args.rank is not None:
         peer(args.rank, args.folder, args.megabytes, args.repeat)
         return 0
@@ -302,7 +198,6 @@ def main() -> int:
     rows = [(name, f"{t:.3g}", f"{t / found['memcpy']:.3g}") for name, t in found.items()]
     columns = ("", "seconds", "x memcpy")
     Console(width=100).print(grid(f"{title} cores, medians of {args.repeat}", columns, rows))
-    tell_nodes(args.ranks, args.megabytes // 4, args.repeat)
     return 0
 
 

@@ -20,7 +20,6 @@ TARGETS = {
     "value": "one value of a key",
     "view": "all of a job's keys, and what its coordinator does and writes then",
     "packet": "a message of a worker, of an agent or of a fork server",
-    "timer": "a line of torch's file timers",
     "socket": "packets at the agent's end of a worker's channel, with descriptors",
     "codecs": "the encoded objects of a snapshot",
     "snapshot": "a snapshot's header and table of tensors, sums right and wrong",

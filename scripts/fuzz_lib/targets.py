@@ -15,10 +15,9 @@ import torch
 from elastic_etcd.agent.channel import ChannelServer, WorkerChannel
 from elastic_etcd.agent.config import AgentConfig
 from elastic_etcd.agent.failures import failure_message
-from elastic_etcd.agent.file_timers import request_of
 from elastic_etcd.agent.followers import metrics_server
 from elastic_etcd.agent.followers.metrics import Metrics
-from elastic_etcd.agent.followers.notices import FileSource
+from elastic_etcd.agent.followers.notices import seconds_left
 from elastic_etcd.agent.inbox import Tasks
 from elastic_etcd.agent.peer_links import PeerLinks
 from elastic_etcd.core import schema
@@ -86,7 +85,6 @@ SEEDS: dict[str, list[bytes]] = {
         HELLO,
         *map(encode, (NextWorld(8, "", {"A": "b"}), CannotImport("m", ""), Forked(7))),
     ],
-    "timer": [b'{"version": 1, "pid": 7, "scope_id": "x", "expiration_time": 1.5e9, "signal": 9}'],
     "socket": [b"\1" + KEEP, b"\0" + KEEP, b"\3" + HELLO, b"\0" + ASK + b"\n" + KEEP],
     "codecs": [_OBJECTS, _TABLE],
     "snapshot": [struct.pack("<QQ", len(_TABLE), 4096) + bytes(128) + _TABLE],
@@ -133,14 +131,6 @@ def fuzz_packet(data: bytes) -> None:
             message = read(data)
             again = read(encode(message))
             assert again == message or len(data) > LONGEST_TEXT, (message, again)
-
-
-def fuzz_timer(data: bytes) -> None:
-    """A line of torch's file timers."""
-    with contextlib.suppress(ValueError, RecursionError):
-        request = request_of(data)
-        assert request.pid > 0, request
-        assert math.isfinite(request.expiration_time), request
 
 
 def fuzz_socket(data: bytes) -> None:
@@ -299,11 +289,5 @@ def fuzz_page(data: bytes) -> None:
 
 def fuzz_notice(data: bytes) -> None:
     """A file that says when, or anything."""
-    with tempfile.NamedTemporaryFile() as file:
-        file.write(data)
-        file.flush()
-        source = FileSource(file.name)
-        source.look()
-        notice = source.look()
-        assert notice
-        assert notice.seconds is None or math.isfinite(notice.seconds)
+    seconds = seconds_left(data.decode(errors="replace").strip())
+    assert seconds is None or math.isfinite(seconds)

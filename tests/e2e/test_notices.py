@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_etcd.agent.followers.notices import METADATA
 from tests.support.job import Agent, Job
-from tests.support.metadata import metadata_service
 from tests.support.processes import send
 
 pytestmark = pytest.mark.timeout(600)
@@ -73,17 +71,6 @@ def test_a_node_leaves_when_a_file_appears(job: Job, tmp_path: Path) -> None:
     notice.write_text("90")
     leaves(job, n1, n2, tmp_path)
     assert f"{notice} is there, in 90 s: leaving" in n1.output
-
-
-def test_a_node_leaves_when_its_cloud_says_so(job: Job, tmp_path: Path) -> None:
-    with metadata_service("azure") as service:
-        env = {METADATA: service.address}
-        n1, n2 = pair(job, tmp_path, preemption_watch="azure", env=env)
-        service.preempt(300)
-        job.said(n1, "azure: Preempt of vm2 at ", seconds=90)
-        assert not service.approved.is_set()
-        leaves(job, n1, n2, tmp_path)
-        assert service.approved.is_set()
 
 
 def test_sigusr2_to_all_of_a_node_drains_it(job: Job, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Starts that take longer than --start-timeout, and scripts that only seem to."""
+"""Worlds without a step for longer than --start-timeout."""
 
 import re
 import subprocess
@@ -13,7 +13,7 @@ from tests.support.job import Agent, Job
 pytestmark = pytest.mark.timeout(600)
 NIGHTLY = pytest.mark.nightly(part="jobs")  # the same once more, started in another way
 
-# Rank 1 stands once: in an import, before its process group, or in ee.run before its first step.
+# Rank 1 stands once: before its process group, or in ee.run before its first step.
 STANDS = """
 import os, time
 
@@ -22,18 +22,13 @@ def stand():
         open("stood", "w").close()
         time.sleep(1000)
 """
-SLOW = "import stands; stands.stand()\n"
 PLAIN = """
-import sys
 import stands
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-if sys.argv[1] == "import":
-    import slow
-else:
-    stands.stand()
+stands.stand()
 dist.init_process_group("gloo")
 model = DistributedDataParallel(torch.nn.Linear(2, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -62,23 +57,12 @@ def train(state):
 
 train(state)
 """
-# It tells nothing of what it does, imports something now and then, and ends when it is told to.
-TELLS_NOTHING = """
-import importlib, pathlib, plistlib, sys, time
-
-begun = time.monotonic()
-while not pathlib.Path("stop").exists():
-    importlib.reload(plistlib)
-    time.sleep(0.01)
-    if time.monotonic() - begun > 6:
-        pathlib.Path("trains").touch()
-"""
 
 
-def script(job: Job, text: str, *arguments: str) -> tuple[str, ...]:
-    for name, content in (("train", text), ("stands", STANDS), ("slow", SLOW)):
+def script(job: Job, text: str) -> tuple[str]:
+    for name, content in (("train", text), ("stands", STANDS)):
         (job.directory / f"{name}.py").write_text(content)
-    return str(job.directory / "train.py"), *arguments
+    return (str(job.directory / "train.py"),)
 
 
 def status(job: Job) -> str:
@@ -100,53 +84,31 @@ def begins_anew(job: Job, agents: list[Agent], line: str) -> None:
         assert "restart 1 of 1" in agent.output
 
 
+BEFORE = (
+    r"rank 1 on n[12] has been before its process group for \d+ s, "
+    r"1 other waits in its process group \(stands.py:\d+ in stand\)"
+)
+FIRST = (
+    r"ranks (0 on n[12] and 1 on n[12]|1 on n[12] and 0 on n[12]) have been before their "
+    r"first step for \d+ s \(.*\)"
+)
+
+
 @pytest.mark.parametrize(
-    ("text", "stands", "method", "line"),
+    ("text", "method", "line"),
     [
-        pytest.param(
-            PLAIN,
-            "import",
-            "prefork",
-            r"rank 1 on n[12] has been in its imports for \d+ s, 1 other waits in its process group"
-            r" \(stands.py:\d+ in stand\)",
-            id="import",
-        ),
-        pytest.param(
-            PLAIN,
-            "import",
-            "exec",
-            r"rank 1 on n[12] has been in its imports for \d+ s, 1 other waits in its process group"
-            r" \(stands.py:\d+ in stand\)",
-            id="import, exec",
-            marks=NIGHTLY,
-        ),
-        pytest.param(
-            PLAIN,
-            "before",
-            "prefork",
-            r"rank 1 on n[12] has been before its first step for \d+ s, as far as is known, "
-            r"1 other waits in its process group \(stands.py:\d+ in stand\)",
-            id="before the process group",
-            marks=NIGHTLY,
-        ),
-        pytest.param(
-            ELASTIC,
-            "",
-            "prefork",
-            r"ranks (0 on n[12] and 1 on n[12]|1 on n[12] and 0 on n[12]) have been before their "
-            r"first step for \d+ s \(.*\)",
-            id="ee.run",
-            marks=pytest.mark.nightly(part="jobs"),
-        ),
+        pytest.param(PLAIN, "prefork", BEFORE, id="before the process group"),
+        pytest.param(PLAIN, "exec", BEFORE, id="before the process group, exec", marks=NIGHTLY),
+        pytest.param(ELASTIC, "prefork", FIRST, id="ee.run", marks=NIGHTLY),
     ],
 )
 def test_a_start_that_takes_too_long_is_begun_anew(
-    job: Job, text: str, stands: str, method: str, line: str
+    job: Job, text: str, method: str, line: str
 ) -> None:
     flags: dict[str, Any] = {"nnodes": "2", "lease_ttl": 20, "max_restarts": 1}
     flags |= {"start_timeout": 12 if method == "prefork" else 40, "start_method": method}
     flags["log_dir"] = str(job.directory)
-    command = script(job, text, stands)
+    command = script(job, text)
     agents = [job.start(node, script=command, **flags) for node in ("n1", "n2")]
     begins_anew(job, agents, line)
     behind = next(agent for agent in agents if "group rank 1 " in agent.output)
@@ -154,13 +116,3 @@ def test_a_start_that_takes_too_long_is_begun_anew(
     if "stands.py" in line:
         assert path
         assert " in stand\n" in Path(path[1]).read_text()
-
-
-@pytest.mark.nightly(part="jobs")
-def test_a_script_that_tells_nothing_may_train(job: Job) -> None:
-    flags: dict[str, Any] = {"nnodes": "1", "start_timeout": 2, "max_restarts": 0}
-    n1 = job.start("n1", script=script(job, TELLS_NOTHING), **flags)
-    job.wait("it has trained for longer", (job.directory / "trains").exists, 120)
-    job.stop()
-    job.exits(n1, 0, 60)
-    assert "warning" not in n1.output

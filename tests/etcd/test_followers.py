@@ -192,7 +192,7 @@ async def test_a_record_of_a_hang_has_what_was_written_of_it(
                 workers.succeed()
 
             workers: Any = Workers(tasks.inbox)
-            hangs = HangWatch(60.0, keys, workers, workers, tasks)
+            hangs = HangWatch((60.0, None), keys, workers, workers, tasks)
             tasks.create(hangs.run())
             tasks.create(end())
             followers: list[Follower] = [hangs, watching]

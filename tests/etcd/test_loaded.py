@@ -20,7 +20,8 @@ ASKED_FOR = {
 NOT_BY_DEFAULT = ASKED_FOR | {
     *("agent.devices", "agent.goodput", "system.trampoline"),
     *("children.entry", "children.forkserver", "children.guardian_process"),
-    *("children.run_script", "children.store_server", "children.variables"),
+    *("children.run_script", "children.store_server", "children.timer_server"),
+    "children.variables",
     *("api", "cli.query", "cli.steer", "launcher", "plugin", "train"),
 }
 AGENT = """

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elastic_etcd.train.state.digest import digests_of
 from elastic_etcd.train.state.elastic_state import ElasticState
+from elastic_etcd.train.state.replicas import digests_of
 from elastic_etcd.train.state.snapshot_bytes import BUFFER
 from tests.support.forked import Child
 from tests.support.places import Place, devices

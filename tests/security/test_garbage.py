@@ -37,12 +37,11 @@ GARBAGE = {
 TIMES = {"members": 3, "round": 4, "spec": 2, "ledger": 2, "outcome": 2}
 QUIET = (
     *("acks", "hang", "history", "ledger", "outcome", "paces", "steps", "strange"),
-    *("divergence", "held", "step_times", "stragglers", "wanted", "watched"),
+    *("divergence", "step_times", "stragglers", "wanted", "watched"),
 )
 MORE = {
     "divergence",
     "hang",
-    "held",
     "outcome",
     "paces",
     "reports",
@@ -120,7 +119,7 @@ def of_kind(etcd: EtcdServer, job: Job, kind: str, generation: int) -> str:
     lease = next(name for name in there if name.startswith("members/")).partition("/")[2]
     if kind in ("reports", "steps"):
         return f"{kind}/{generation}/{lease}"
-    if kind in ("held", "step_times"):
+    if kind == "step_times":
         return f"{kind}/{lease}"
     return found[-1] if found else kind
 

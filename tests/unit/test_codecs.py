@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_etcd.errors import MalformedState, UsageError
-from elastic_etcd.train.state.codecs import _uncast, copied_names, load_values, save_values
+from elastic_etcd.train.state.codecs import _uncast, copied_names
 from elastic_etcd.train.state.encoding import MAX_DEPTH, decode, dumps, encode, loads
 
 SCALARS = (
@@ -347,26 +347,3 @@ def test_parameters_and_buffers_are_copied_from_and_not_kept() -> None:
 @pytest.mark.parametrize("key", ["$", "$tensor", "$dict", "$$", "a$"])
 def test_a_key_that_begins_as_ours_do(key: str) -> None:
     assert decode(loads(dumps(encode({key: 1}, {}))), {}) == {key: 1}
-
-
-def test_what_may_be_kept_is_never_the_snapshot_itself() -> None:
-    values: dict[str, Any] = {"plain": torch.zeros(3), "codec": Keeps()}
-    parts, tensors = save_values(values, allow_pickle=False)
-    snapshot = {name: (tensor.clone(), False) for name, tensor in tensors.items()}
-    load_values(values, parts, snapshot, allow_pickle=False)
-    values["plain"].add_(1)
-    values["codec"].kept.add_(1)
-    assert not any(tensor.any() for tensor, _ in snapshot.values())
-
-
-class Keeps:
-    """Keeps what it is given, as a state_dict's owner may."""
-
-    def __init__(self) -> None:
-        self.kept = torch.zeros(3)
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return {"kept": self.kept}
-
-    def load_state_dict(self, saved: dict[str, torch.Tensor]) -> None:
-        self.kept = saved["kept"]

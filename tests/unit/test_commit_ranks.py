@@ -17,10 +17,11 @@ from elastic_etcd.errors import UsageError
 from elastic_etcd.train import sync_point
 from elastic_etcd.train.data.sampler import ElasticSampler
 from elastic_etcd.train.data.shards import Tail
-from elastic_etcd.train.state.commit_interval import CommitInterval
 from elastic_etcd.train.state.elastic_state import ElasticState
+from elastic_etcd.train.state.steps import CommitInterval
 from elastic_etcd.train.sync_point import SyncPoint, WorldBroken, WorldChanged
-from tests.support.forked import Child, group, ranks
+from tests.support.forked import Child, commit_alone, group, ranks
+from tests.support.states import commits, logged
 
 
 def made(rank: int = 0, size: int = 1, tail: Tail = "drop") -> ElasticState:
@@ -85,10 +86,7 @@ def with_one_rank_s_error(rank: int) -> tuple[int, int, list[str]]:
 
     Then both go on, as if rank 1 had left out the same batch.
     """
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("elastic_etcd").addHandler(handler)
+    told = logged()
     state = made(rank, 2)
     state.step = 2
     if rank == 0:
@@ -101,18 +99,15 @@ def with_one_rank_s_error(rank: int) -> tuple[int, int, list[str]]:
             int("a bad sample")
         except ValueError:
             state.commit()
-    before = state._snapshots.version()
+    before = commits(state)
     state.commit()
-    after = state._snapshots.version()
-    assert before is not None
-    assert after is not None
-    return before.counter, after.counter, told
+    return before, commits(state), told()
 
 
 def test_t3_a_commit_for_an_error_that_others_may_not_have_met(tmp_path: Path) -> None:
     one, other = ranks(2, tmp_path, with_one_rank_s_error)
     assert one[:2] == other[:2] == (1, 2)
-    assert [line.partition(":")[0] for line in one[2]] == [
+    assert [line.split(": ")[1] for line in one[2]] == [
         "commit() while ValueError is handled commits nothing"
     ] * 2
     assert not other[2]
@@ -179,8 +174,7 @@ def with_a_step_left_out(rank: int, tail: Tail) -> Any:
         state.commit()
     except WorldBroken as error:
         told = str(error)
-    version = state._snapshots.version()
-    return version.counter if version else 0, told
+    return commits(state), told
 
 
 def test_t3_a_rank_that_has_left_out_a_step(tmp_path: Path) -> None:
@@ -201,9 +195,7 @@ def with_a_commit_of_one(rank: int) -> str:
     state = made(rank, 2)
     sync_point.install(None)
     if rank == 0:
-        object.__setattr__(state, "_agree", lambda: True)
-        state.commit()
-        del state._agree
+        commit_alone(state)
     with pytest.raises(UsageError) as raised:
         state.commit()
     return str(raised.value)

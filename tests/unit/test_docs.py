@@ -13,7 +13,7 @@ import elastic_etcd
 from elastic_etcd.cli.parsers import EXIT_CODES, build_parser
 from elastic_etcd.core.schema import Keys
 from elastic_etcd.core.view import Narrow, covered
-from scripts.docs_lib import picture, recording
+from scripts.docs_lib import recording
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(elastic_etcd.__file__).parent
@@ -157,10 +157,6 @@ def test_each_group_of_the_glossary_is_sorted() -> None:
     for group in groups:
         words = explained(group)
         assert words == sorted(words)
-
-
-def test_the_picture_is_the_one_that_its_program_draws() -> None:
-    assert picture.FILE.read_text() == picture.picture()
 
 
 def test_help_has_the_exit_codes_of_the_page() -> None:

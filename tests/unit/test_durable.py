@@ -23,6 +23,7 @@ from elastic_etcd.train.state.elastic_state import ElasticState
 from tests.support.disks import disk_that_may_stand_still, small_disk, stand_still, turn_again
 from tests.support.forked import ranks
 from tests.support.sharded_worlds import builder, train, whole
+from tests.support.states import logged
 
 NIGHTLY = pytest.mark.nightly(part="sharded")
 
@@ -135,22 +136,6 @@ def test_a_checkpoint_is_read_in_a_world_of_any_size_also_by_torch_alone(
     )
 
 
-class Told(logging.Handler):
-    """The lines of a rank's log from warnings on."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-        logging.getLogger("elastic_etcd").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-    def take(self) -> list[str]:
-        lines, self.lines = self.lines, []
-        return lines
-
-
 def commit(state: ElasticState, rank: int) -> None:
     train(state, rank)
     state.commit()
@@ -179,14 +164,14 @@ def keep(rank: int, folder: Path) -> None:
     assert names(saved) == ["commit-3", "commit-4"]
     state._finish()
     assert names(folder / "seldom") == ["commit-1"]
-    told, other = Told(), trained(rank, 2)
+    told, other = logged(logging.WARNING), trained(rank, 2)
     if rank == 0:
         (saved / "commit-9.1f.tmp").mkdir()
         (saved / "commit-9.tmp.mine").mkdir()
     gather([1])
     other.save(saved)
     if rank == 0:
-        assert len(told.take()) == 2
+        assert len(told()) == 2
         aside = [name.partition(".")[0] for name in names(saved)]
         assert aside == ["commit-1", "commit-3", "commit-4", "commit-9"]
         assert "commit-9.tmp.mine" in names(saved)
@@ -208,13 +193,13 @@ def damaged(rank: int, folder: Path) -> None:
         kept[number] = whole(state)
         state.save(saved, keep=3)
         commit(state, rank)
-    told = Told()
+    told = logged(logging.WARNING)
     for number, spoil in ((3, flip), (2, cut)):
         if rank == 0:
             spoil(saved / f"commit-{number}" / "__1_0.distcp")
         gather([1])
         read_again(state, saved, kept[number - 1])
-        lines = told.take()
+        lines = told()
         assert len(lines) == (rank == 0) * (4 - number)
         assert all("is left out: rank" in line for line in lines)
     if rank == 0:
@@ -256,7 +241,7 @@ def test_the_one_before_counts_where_the_newest_is_damaged(tmp_path: Path) -> No
 
 def fill(rank: int, disk: Path) -> None:
     """A disk that is full for one rank is said once; the training goes on."""
-    state, told = trained(rank, 1), Told()
+    state, told = trained(rank, 1), logged(logging.WARNING)
     state.save(disk)
     filler = disk / "filler"
     if rank == 0:
@@ -270,7 +255,7 @@ def fill(rank: int, disk: Path) -> None:
         error = last_of(state).whole.exception()
         gather([1])
         assert isinstance(error, OSError)
-    (line,) = told.take()
+    (line,) = told()
     assert "was not saved, and training goes on: [Errno 28] No space left" in line
     commit(state, rank)
     with pytest.raises(OSError, match="No space left"):
@@ -292,7 +277,7 @@ def test_a_full_disk_costs_no_step_and_is_said_once(tmp_path: Path) -> None:
 
 def wait_for_disk(rank: int, disk: Path) -> None:
     """A disk that stands still holds up no step, and saves go on when it does."""
-    state, told = trained(rank, 1), Told()
+    state, told = trained(rank, 1), logged(logging.WARNING)
     state.save(disk)
     gather([1])
     if rank == 0:
@@ -303,7 +288,7 @@ def wait_for_disk(rank: int, disk: Path) -> None:
         state.save(disk, wait=False)
     assert last_of(state).version.counter == 2
     assert not last_of(state).part.done()
-    lines = told.take()
+    lines = told()
     assert len(lines) == (rank == 0)
     assert all("commit-3 is not saved" in line for line in lines)
     gather([1])
@@ -352,7 +337,7 @@ def test_a_job_that_is_killed_in_a_save_goes_on_from_the_one_before(tmp_path: Pa
 def lose(rank: int, folder: Path) -> tuple[int, list[str]]:
     """Pieces that no rank has any more are read from the newest checkpoint."""
     state = trained(rank, 1)
-    kept, told = whole(state), Told()
+    kept, told = whole(state), logged(logging.WARNING)
     state.save(folder / "saved")
     commit(state, rank)
     state._end_world()
@@ -361,7 +346,7 @@ def lose(rank: int, folder: Path) -> tuple[int, list[str]]:
     state._built.drop()
     assert state.sync()
     assert same(whole(state), kept)
-    return state.epoch, told.take()
+    return state.epoch, told()
 
 
 def test_a_job_that_has_lost_its_pieces_goes_on_from_a_checkpoint(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""torch's file timers: what of the lines in the pipe counts, and who is ended by it."""
+"""torch's file timers: served by a child with torch's own server, and who is ended by them."""
 
 import asyncio
 import json
@@ -15,9 +15,10 @@ import pytest
 from torch.distributed.elastic.timer import FileTimerClient, expires
 
 from elastic_etcd.agent.config import LogConfig
-from elastic_etcd.agent.file_timers import FileTimerRequest, FileTimers
+from elastic_etcd.agent.file_timers import Expired, FileTimers
 from elastic_etcd.agent.output.logs import Logs
 from elastic_etcd.errors import UsageError
+from elastic_etcd.system.child_process import exited
 from elastic_etcd.system.processes import is_gone, open_pidfd
 from tests.unit.watched import DEADLINE, Watched
 
@@ -29,29 +30,24 @@ class Pipe:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.expired: asyncio.Queue[tuple[int, FileTimerRequest, float]] = asyncio.Queue()
-        self.timers = FileTimers(str(path), lambda *found: self.expired.put_nowait(found))
+        self.expired: asyncio.Queue[Expired] = asyncio.Queue()
+        self.timers = FileTimers(str(path), self.expired.put_nowait)
 
     def write(self, data: bytes) -> None:
         fd = os.open(self.path, os.O_WRONLY | os.O_NONBLOCK)
         assert os.write(fd, data) == len(data)
         os.close(fd)
 
-    async def holds(self, timers: int) -> None:
-        """Wait until it has read so many."""
-        async with asyncio.timeout(DEADLINE):
-            while len(self.timers._timers) != timers:  # noqa: ASYNC110 - no event
-                await asyncio.sleep(0)
-
     async def next(self) -> str:
         """The scope of the timer that expires next."""
         async with asyncio.timeout(DEADLINE):
-            return (await self.expired.get())[1].scope_id
+            return (await self.expired.get()).scope
 
 
 @pytest.fixture
 async def pipe(tmp_path: Path) -> AsyncIterator[Pipe]:
     pipe = Pipe(tmp_path / "pipe")
+    await pipe.timers.serve(None)
     yield pipe
     pipe.timers.close()
     assert not pipe.path.exists()
@@ -77,156 +73,62 @@ def line(scope: str = "step", after: float = 0.0, **changes: object) -> bytes:
     return json.dumps(fields | changes).encode() + b"\n"
 
 
-async def test_a_timer_that_torch_sets(pipe: Pipe) -> None:
+async def test_timers_that_torch_sets_and_lets_go_of(pipe: Pipe) -> None:
     client = FileTimerClient(str(pipe.path))
+    with expires(after=DEADLINE, scope="let go of", client=client):
+        pass
     with expires(after=LATER, client=client), expires(after=0.5, scope="step", client=client):
-        session, request, seconds = await asyncio.wait_for(pipe.expired.get(), DEADLINE)
-    assert session == os.getsid(0)
-    assert (request.pid, request.scope_id, request.signal) == (os.getpid(), "step", signal.SIGKILL)
-    assert 0 < seconds <= 0.5
+        found = await asyncio.wait_for(pipe.expired.get(), DEADLINE)
+    assert found == Expired(os.getpid(), "step", signal.SIGKILL)
+    pipe.write(b"x" * 10_000 + b"\n" + line(pid="1"))
+    await asyncio.sleep(0)
+    pipe.write(line(pid=os.getppid(), scope="other", signal=-1))
+    assert await pipe.next() == "other", "torch's server goes on after a line that is none"
+    assert stat.S_IMODE(pipe.path.stat().st_mode) & 0o077 == 0, "only this user may write"
+    with pytest.raises(UsageError, match=f"TIMER_FILE={pipe.path}: there can be no pipe: File ex"):
+        await Pipe(pipe.path).timers.serve(None)
+    assert pipe.path.is_fifo()
 
 
-async def test_m7_a_pipe_that_somebody_has_removed_is_made_anew(pipe: Pipe) -> None:
-    pipe.path.unlink()
-    for _ in range(2):
-        await pipe.timers.renew()
-        pipe.write(line())
-        assert await pipe.next() == "step"
-
-
-async def test_a_timer_that_is_let_go_of(pipe: Pipe) -> None:
-    """Whatever became of it before; another one of this name is another one."""
-    client = FileTimerClient(str(pipe.path))
-    for _ in range(2):
-        with expires(after=DEADLINE, scope="step", client=client):
-            pass
-    pipe.write(line("late") + line("in time", 0.2) + line("in time", expiration_time=-1))
-    assert await pipe.next() == "late"
-    pipe.write(line("in time", LATER) + line("last", 0.3))
-    assert await pipe.next() == "last"
-    assert pipe.expired.empty()
-
-
-async def test_parts_of_a_line(pipe: Pipe) -> None:
-    whole = line()
-    for part in (whole[:1], whole[1:40], whole[40:-1]):
-        pipe.write(part)
-        await asyncio.sleep(0)
-    assert pipe.expired.empty()
-    pipe.write(whole[-1:] + line("another"))
-    assert [await pipe.next(), await pipe.next()] == ["step", "another"]
-
-
-async def test_many_at_once(pipe: Pipe) -> None:
-    scopes = {str(n) for n in range(1000)}
-    pipe.write(b"".join(line(scope, 0.1) for scope in scopes) + line("last", 3))
-    assert {await pipe.next() for _ in scopes} == scopes
-    assert await pipe.next() == "last"
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        b"\n",
-        b"x" * 100_000 + b"\n",
-        line("s" * 100_000),
-        b"\xff\xff\n",
-        b"[" * 4000 + b"\n",
-        b"[1]\n",
-        line(pid=0),
-        line(pid=-1),
-        line(pid="1"),
-        line(pid=1 << 40),
-        line(pid=(1 << 31) - 1),  # there is none
-        line(signal=65),
-        line(expiration_time=float("nan")),
-        line(expiration_time=float("-inf")),
-        line(scope_id=None),
-        b'{"pid": 1}\n',
-    ],
-)
-async def test_what_is_no_timer_changes_nothing(
-    pipe: Pipe, bad: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        pipe.write(bad)
-        pipe.write(bad + line("good"))
-        assert await pipe.next() == "good"
-    (record,) = caplog.records
-    assert "TORCHELASTIC_TIMER_FILE: ignored " in record.message
-    assert len(record.message) < 1000
-    assert pipe.expired.empty()
-
-
-async def test_a_line_without_end_is_not_kept(pipe: Pipe) -> None:
-    for _ in range(100):
-        pipe.write(b"x" * 10_000)
-        await asyncio.sleep(0)
-    assert len(pipe.timers._rest) < 5000
-    pipe.write(b"\n" + line("good"))
-    assert await pipe.next() == "good"
-
-
-async def test_there_are_not_more_than_so_many(pipe: Pipe) -> None:
-    for n in range(3000):
-        pipe.write(line(str(n), LATER))
-        await asyncio.sleep(0)
-    pipe.write(line("one too many"))
-    pipe.write(line("0"))
-    assert await pipe.next() == "0"
-    assert pipe.expired.empty()
-
-
-async def test_an_agent_that_stood_still_hears_first_what_was_let_go_of(pipe: Pipe) -> None:
-    """What it finds in the pipe when it goes on may have come after it has looked there."""
-    loop = asyncio.get_running_loop()
-    pipe.write(line("step", 1.5) + line("last", 1.5))
-    await pipe.holds(2)
-    loop.call_soon(loop.call_later, 0, pipe.write, line("step", expiration_time=-1))
-    loop.call_soon(time.sleep, 2)
-    assert await pipe.next() == "last"
-    assert pipe.expired.empty()
-
-
-async def test_a_process_that_has_ended_has_no_timers(
-    pipe: Pipe, child: "subprocess.Popen[bytes]"
-) -> None:
-    pipe.write(line("gone", 1.5, pid=child.pid) + line("last", 1.6))
-    await pipe.holds(2)
-    child.kill()
-    child.wait()
-    assert await pipe.next() == "last"
-
-
-async def test_only_this_user_may_write(pipe: Pipe) -> None:
-    assert stat.S_IMODE(pipe.path.stat().st_mode) & 0o077 == 0
+@pytest.mark.parametrize("gone", ["pipe", "child"])
+async def test_m7_what_is_gone_is_made_anew_for_the_next_start(pipe: Pipe, gone: str) -> None:
+    process = pipe.timers._process
+    assert process
+    if gone == "pipe":
+        pipe.path.unlink()
+    else:
+        os.kill(process.pid, signal.SIGKILL)
+        await exited(process)
+    await pipe.timers.serve(None)
+    again = pipe.timers._process
+    await pipe.timers.serve(None)
+    assert pipe.timers._process is again is not process
+    pipe.write(line())
+    assert await pipe.next() == "step"
 
 
 async def test_the_pipe_of_a_dead_agent_is_replaced(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     pipe = Pipe(tmp_path / "pipe")
+    await pipe.timers.serve(None)
     pipe.write(line())
     assert await pipe.next() == "step"
     pipe.timers.close()
 
 
-@pytest.mark.parametrize("what", ["a file", "nothing", "another agent's"])
+@pytest.mark.parametrize("what", ["a file", "nothing"])
 async def test_a_path_at_which_there_can_be_no_pipe(tmp_path: Path, what: str) -> None:
     path = tmp_path / "pipe"
     if what == "nothing":
         path /= "pipe"
-    elif what == "a file":
-        path.write_text("precious")
     else:
-        other = Pipe(path)
+        path.write_text("precious")
+    pipe = Pipe(path)
     with pytest.raises(UsageError, match=f"TORCHELASTIC_TIMER_FILE={path}: there can be no pipe: "):
-        Pipe(path)
+        await pipe.timers.serve(None)
+    pipe.timers.close()
     if what == "a file":
         assert path.read_text() == "precious"
-    elif what != "nothing":
-        other.write(line())
-        assert await other.next() == "step"
-        other.timers.close()
 
 
 # --- what becomes of workers --------------------------------------------------------------
@@ -255,7 +157,7 @@ async def test_a_worker_is_killed_and_is_the_failure(watched: Watched) -> None:
     await watched.until(lambda: watched.ends)
     (hang,) = watched.hangs
     assert (hang.node, hang.rank, hang.local_rank, hang.pid) == ("n", 1, 1, second)
-    assert str(hang).startswith(r"rank 1 on n: timer 'load\nit' expired after 0.")
+    assert str(hang).startswith(r"rank 1 on n: timer 'load\nit' expired")
     (ended,) = watched.failures
     assert (ended.rank, ended.code) == (1, -signal.SIGKILL)
 
@@ -309,18 +211,6 @@ async def test_who_is_no_worker_is_left_alone(
     assert (await watched.failure()).pid == pid
     assert [hang.pid for hang in watched.hangs] == [pid]
     assert child.poll() is None
-
-
-async def test_the_timers_of_who_has_ended_are_forgotten(watched: Watched) -> None:
-    watched.launch(["sleep", "1000"], ["sleep", "1001"])
-    first, second = await watched.started()
-    timers = watched.workers._timers
-    assert timers
-    write(watched, line(after=LATER, pid=first) + line(after=LATER, pid=second))
-    await watched.turns(lambda: len(timers._timers) == 2)
-    os.kill(first, signal.SIGKILL)
-    await watched.until(lambda: watched.ends)
-    assert list(timers._timers) == [(second, "step")]
 
 
 async def test_workers_are_told_where_and_nothing_is_left_there(tmp_path: Path) -> None:

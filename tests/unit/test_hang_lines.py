@@ -33,7 +33,7 @@ from elastic_etcd.core.view import Everything, View, view_of
 
 KEYS = Keys("/elastic_etcd/j")
 STEP, WAIT, DONE = RankDoing.STEP, RankDoing.WAIT, RankDoing.DONE
-STARTING, IMPORT, GROUP = RankDoing.STARTING, RankDoing.IMPORT, RankDoing.GROUP
+STARTING, START, GROUP = RankDoing.STARTING, RankDoing.BEFORE, RankDoing.GROUP
 BEFORE = RankDoing.FIRST
 ASKED = Hang(generation=3, number=2, seconds=70.0, evidence=True)
 LONG = 71.0
@@ -141,11 +141,11 @@ def world(size: int, *others: At) -> list[At]:
         # A start that takes too long: the earliest stage is behind, and what is not known is early.
         (
             begin(
-                4, GROUP, rank(3, 1, IMPORT, 61.0, "train.py:3 in <module>"), rank(1, 1, STARTING)
+                4, GROUP, rank(3, 1, START, 61.0, "train.py:3 in <module>"), rank(1, 1, STARTING)
             ),
             (
-                "rank 3 on n1 has been in its imports for 61 s, 2 others wait in their process "
-                "group (train.py:3 in <module>)"
+                "rank 3 on n1 has been before its process group for 61 s, 2 others wait in their "
+                "process group (train.py:3 in <module>)"
             ),
             3,
         ),
@@ -166,8 +166,8 @@ def world(size: int, *others: At) -> list[At]:
             3,
         ),
         (
-            begin(2, STARTING, rank(1, 1, IMPORT, 61.0)),
-            "rank 1 on n1 has been in its imports for 61 s",
+            begin(2, STARTING, rank(1, 1, START, 61.0)),
+            "rank 1 on n1 has been before its process group for 61 s",
             1,
         ),
         (

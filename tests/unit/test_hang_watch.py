@@ -105,7 +105,9 @@ def dumping_pid(tmp_path: Path) -> Iterator[int]:
 class Node:
     """A node with one worker, and what its agent asks for."""
 
-    def __init__(self, pid: int, timeout: float | None = 60.0) -> None:
+    def __init__(
+        self, pid: int, timeout: float | None = 60.0, start_timeout: float | None = None
+    ) -> None:
         self.env: dict[str, str] = {}
         self.folder: Path | None = None
         self.evidence_of: list[int] = []  # generations
@@ -121,7 +123,8 @@ class Node:
         self.inbox = self
         self.tasks: set[asyncio.Task[None]] = set()
         self.state = state(None)
-        self.watch = HangWatch(timeout, Keys("/elastic_etcd/j"), *3 * [self])  # type: ignore[arg-type]
+        limits = timeout, start_timeout
+        self.watch = HangWatch(limits, Keys("/elastic_etcd/j"), *3 * [self])  # type: ignore[arg-type]
 
     def activities(self) -> list[tuple[Any, Activity]]:
         return [(self.worker, self.at)]

@@ -62,6 +62,7 @@ RUN_BY_PATH: dict[str, str | tuple[str, ...]] = {
     "api/run_function.py": "launcher.py",
     "children/run_script.py": ("agent/worker.py", "children/forkserver.py"),
     "children/store_server.py": "agent/store.py",
+    "children/timer_server.py": "agent/file_timers.py",
     "children/node_probe.py": "agent/preflight.py",
 }
 # The programs that are run as `python -m`, and who runs them.
@@ -94,6 +95,7 @@ CHILDREN = {
         "elastic_etcd.times",
     },
     "children/store_server.py": {"torch"},
+    "children/timer_server.py": {"torch"},
     "children/node_probe.py": {"torch"},
     "system/trampoline.py": set[str](),
 }

@@ -29,11 +29,6 @@ class Pace(TypedDict):
     doing: str
 
 
-class CommitBytes(TypedDict):
-    own: int
-    copies: int
-
-
 class Node(TypedDict):
     node: str
     lease: str
@@ -43,7 +38,6 @@ class Node(TypedDict):
     nproc: int
     group_rank: int | None
     ranks: list[int]
-    commit_bytes: CommitBytes | None
 
 
 class NodeOfTop(Node):
@@ -148,7 +142,6 @@ class Job(Told):
     limits: dict[str, Any] | None
     coordinator: str | None
     master: str | None
-    commit_nodes: int | None
     history: list[World]
     suspects: list[Suspect]
     unfit: list[Unfit]

@@ -67,7 +67,9 @@ def directory(tmp_path: Path) -> Path:
         (f"--advertise {'x' * 64}.ddp train.py", "a part of the host name is empty or longer"),
         ("--metrics-addr a..b:0 train.py", "a part of the host name is empty or longer than 63"),
         ("--etcd e:1,a..b:1 train.py", "'a..b:1': a part of the host name is empty or longer"),
-        ("--preemption-watch ibm train.py", "ibm is none of aws, gcp, azure, file:PATH"),
+        ("--preemption-watch ibm train.py", "ibm is not file:PATH"),
+        ("--preemption-watch file: train.py", "file: is not file:PATH"),
+        ("--preemption-watch aws train.py", "aws is gone: run examples/spot/aws.py"),
         ("--job a/b train.py", "--job/--rdzv-id: 'a/b': a job id is 1 to 128 letters, digits"),
         (f"--job {'j' * 129} train.py", "a job id is 1 to 128 letters"),
         ("--job .. train.py", "a job id is 1 to 128 letters"),
@@ -150,7 +152,7 @@ def test_no_descriptor_is_left_for_the_agent(directory: Path) -> None:
     done = run(["--no-python", "true"], directory, limited)
     assert done.returncode == 2, done.stderr
     assert "]: error: Too many open files: an agent needs more than 64, this " in done.stderr
-    assert "process may have 32 (ulimit -n).\n" in done.stderr
+    assert "process may have 32 (ulimit -Hn).\n" in done.stderr
     assert len(done.stderr.splitlines()) <= 3
 
 

@@ -33,7 +33,7 @@ NODES = 4  # with two copies those of node n are on node n + 2
 PATIENCE = 120.0
 TRAIN = str(Path(elastic_etcd.__file__).with_name("train"))
 # Files with many calls in which nothing is sent or written.
-NOT_COUNTED = ("encoding.py", "codecs.py", "dtensors.py", "free_memory.py", "pieces.py")
+NOT_COUNTED = ("encoding.py", "codecs.py", "dtensors.py", "pieces.py")
 
 
 COMMIT = (

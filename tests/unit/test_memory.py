@@ -1,7 +1,7 @@
 """Checkpoints in memory, on one node: when they are complete, what is kept, and what is refused."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +68,18 @@ def test_what_was_written_is_complete_at_the_end(memory: Path) -> None:
     check_intact(memory / "step-20-3", Checkpoint(20, 3))
 
 
-def test_between_them_nothing_is_due(memory: Path) -> None:
-    assert [step for step in range(1, 31) if write(step, every=10)] == [10, 20, 30]
-    with memory_checkpoint(31, every=10) as folder:
-        assert folder is None
+@pytest.mark.parametrize(
+    ("steps", "every", "due"),
+    [
+        (range(1, 32), 10, [10, 20, 30]),
+        ([0, 0, 1, 1, 2], 1, [1, 2]),  # training begins with what is there
+    ],
+)
+def test_between_them_nothing_is_due(
+    memory: Path, steps: Sequence[int], every: int, due: list[int]
+) -> None:
+    assert [step for step in steps if write(step, every=every)] == due
+    assert names(memory) == [f"step-{step}-3" for step in due[-2:]]
 
 
 def test_an_exception_leaves_the_older_one(memory: Path) -> None:
@@ -106,10 +114,6 @@ def test_the_same_step_is_not_due_again(memory: Path) -> None:
     assert write(1, "first")
     assert not write(1, "second")
     assert (memory / "step-1-3" / "model" / "state.pt").read_text() == "first"
-
-
-def test_what_training_begins_with_is_not_due(memory: Path) -> None:
-    assert [step for step in (0, 0, 1, 1, 2) if write(step)] == [1, 2]
 
 
 def test_a_step_whose_block_raised_is_still_due(memory: Path) -> None:
@@ -161,23 +165,23 @@ def test_without_our_launcher_only_the_disk(
     assert [*found_in(disk)] == ([Checkpoint(6, 0), Checkpoint(3, 0)] if rank == "0" else [])
 
 
-def test_neither_memory_nor_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("ELASTIC_ETCD_MEMORY", raising=False)
-    with pytest.raises(UsageError, match="give disk="):
-        write(1, every=10)
-
-
-def test_the_agent_could_make_no_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ELASTIC_ETCD_MEMORY", "")
-    with pytest.raises(UsageError, match="--memory-dir"):
-        write(1)
-
-
 @pytest.mark.parametrize(
-    "options", [{"every": 0}, {"every": 4, "disk_every": 10}, {"disk_every": 0}]
+    ("directory", "options", "said"),
+    [
+        ("here", {"every": 0}, "a multiple of it"),
+        ("here", {"every": 4, "disk_every": 10}, "a multiple of it"),
+        ("here", {"disk_every": 0}, "a multiple of it"),
+        (None, {"every": 10}, "give disk="),  # without our launcher
+        ("", {}, "--memory-dir"),  # the agent could make none
+    ],
 )
-def test_wrong_numbers(memory: Path, options: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match="a multiple of it"):
+def test_what_can_not_be_is_refused(
+    monkeypatch: pytest.MonkeyPatch, directory: str | None, options: dict[str, Any], said: str
+) -> None:
+    monkeypatch.delenv("ELASTIC_ETCD_MEMORY", raising=False)
+    if directory is not None:
+        monkeypatch.setenv("ELASTIC_ETCD_MEMORY", directory)
+    with pytest.raises(UsageError, match=said):
         write(1, **options)
 
 
@@ -212,14 +216,6 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_a_name_that_leads_elsewhere_is_refused(name: str) -> None:
-    one = {"name": name, "size": 1, "crc": 0}
-    data = json.encode({"step": 1, "generation": 2, "files": [one]})
-    with pytest.raises(MalformedState):
-        read_manifest(data, Checkpoint(1, 2))
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -232,6 +228,7 @@ def test_a_name_that_leads_elsewhere_is_refused(name: str) -> None:
         {"files": [{"name": "a", "size": 1, "crc": 1 << 32}]},
         {"files": [{"name": "a"}]},
         {"files": None},
+        *({"files": [{"name": name, "size": 1, "crc": 0}]} for name in HOSTILE),
     ],
 )
 def test_what_is_no_manifest_is_refused(change: dict[str, object]) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from elastic_etcd.errors import UsageError
-from elastic_etcd.train import process_group, sync_point
+from elastic_etcd.train import abort, process_group, sync_point
 from elastic_etcd.train.process_group import ProcessGroup
 
 
@@ -86,8 +86,8 @@ def test_g2_what_nccl_has_met_breaks_each_world(
 ) -> None:
     """Its watchdog would have ended the process; and of later groups it tells nobody."""
     error = ""
-    monkeypatch.setattr(process_group, "uses_nccl", lambda: True)
-    monkeypatch.setattr(process_group, "nccl_error", lambda: error)
+    monkeypatch.setattr(abort, "uses_nccl", lambda: True)
+    monkeypatch.setattr(abort, "nccl_error", lambda: error)
     monkeypatch.setattr(process_group, "NCCL_LOOK", 0.01)
     for generation in (1, 2):
         group = alone(store, generation)
@@ -170,7 +170,7 @@ def test_g6_only_nccl_has_a_device_of_its_own(
     device: Any,
 ) -> None:
     current: list[Any] = []
-    monkeypatch.setattr(process_group, "uses_nccl", lambda: True)
+    monkeypatch.setattr(abort, "uses_nccl", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     used = process_group._prepare(backend, local_rank, options)
@@ -184,7 +184,7 @@ def test_g6_workers_share_gpus_where_nccl_lets_them(
 ) -> None:
     current: list[Any] = []
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
-    monkeypatch.setattr(process_group, "uses_nccl", lambda: True)
+    monkeypatch.setattr(abort, "uses_nccl", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     process_group._prepare(None, local_rank, {})
@@ -192,7 +192,7 @@ def test_g6_workers_share_gpus_where_nccl_lets_them(
 
 
 def test_g6_a_worker_without_a_gpu_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_group, "uses_nccl", lambda: True)
+    monkeypatch.setattr(abort, "uses_nccl", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(UsageError, match=r"local rank 2 has no GPU .* sees 2\."):
         process_group._prepare(None, 2, {})

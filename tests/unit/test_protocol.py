@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_etcd.children import forkserver
 from elastic_etcd.protocol import messages as protocol
 from elastic_etcd.protocol.messages import (
     LONGEST,
@@ -29,7 +28,6 @@ from elastic_etcd.protocol.messages import (
     Forked,
     Formed,
     Hello,
-    Imported,
     Interrupt,
     JobOver,
     Keep,
@@ -70,7 +68,6 @@ EXAMPLES: list[tuple[Reader[Any], Any, dict[str, Any]]] = [
     (from_worker, AskLeaving(1), {"type": "leaving", "id": 1}),
     (from_worker, Diverged(7, "l", named=True, alone=False),
      {"type": "diverged", "generation": 7, "line": "l", "named": True, "alone": False}),
-    (from_worker, Imported({"a.b": 0.5}), {"type": "imported", "seconds": {"a.b": 0.5}}),
     (from_agent, Welcome(1, "r"), {"type": "welcome", "v": 1, "reason": "r"}),
     (from_agent, Kept(1, "n"), {"type": "kept", "id": 1, "name": "n"}),
     (from_agent, Recalled(1, "n", found=False),
@@ -238,11 +235,6 @@ def test_what_cannot_be_sent_is_a_value_error() -> None:
         encode(NextWorld(8, "", {"NAME": "x" * LONGEST}))
     longest = LONGEST - len(encode(NextWorld(8, "", {"NAME": ""})))
     assert len(encode(NextWorld(8, "", {"NAME": "x" * longest}))) == LONGEST
-
-
-def test_limits_that_stand_in_several_files_are_equal() -> None:
-    """Programs that are run by their path may not import each other's reader."""
-    assert forkserver.MOST_IMPORTED == protocol.MOST_IMPORTED
 
 
 def test_no_child_inherits_a_descriptor_that_is_received() -> None:

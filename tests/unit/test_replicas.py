@@ -14,9 +14,10 @@ from torch import nn
 
 from elastic_etcd.errors import UsageError
 from elastic_etcd.protocol import messages
-from elastic_etcd.train.state import digest, replicas
+from elastic_etcd.train.state import replicas
 from elastic_etcd.train.state.elastic_state import ElasticState
 from tests.support.forked import ranks
+from tests.support.states import commits, newest
 
 FLIPPED = 1  # the rank on which a bit flips
 
@@ -31,25 +32,25 @@ def test_t6_a_bit_that_flips_changes_the_digest(data: bytes, draws: st.DataObjec
     one = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     other = one.clone()
     other[place // 8] ^= 1 << place % 8
-    chunk, digest.CHUNK = digest.CHUNK, draws.draw(st.integers(1, 5))
+    chunk, replicas.CHUNK = replicas.CHUNK, draws.draw(st.integers(1, 5))
     try:
-        same, flipped, part = digest.digests_of([one, other, one[begin:]])
-        assert digest.digests_of([one.clone()[begin:]]) == [part]
+        same, flipped, part = replicas.digests_of([one, other, one[begin:]])
+        assert replicas.digests_of([one.clone()[begin:]]) == [part]
     finally:
-        digest.CHUNK = chunk
+        replicas.CHUNK = chunk
     assert same != flipped
-    assert digest.combined({"a": same, "b": part}) != digest.combined({"a": flipped, "b": part})
+    assert replicas.combined({"a": same, "b": part}) != replicas.combined({"a": flipped, "b": part})
 
 
 def test_t6_words_that_change_places_change_the_digest() -> None:
-    one = torch.arange(digest.CHUNK + 10, dtype=torch.int64)
-    places = [(0, 1), (3, 77), (5, digest.CHUNK), (digest.CHUNK + 1, digest.CHUNK + 2)]
+    one = torch.arange(replicas.CHUNK + 10, dtype=torch.int64)
+    places = [(0, 1), (3, 77), (5, replicas.CHUNK), (replicas.CHUNK + 1, replicas.CHUNK + 2)]
     others = []
     for here, there in places:
         other = one.clone()
         other[[here, there]] = one[[there, here]]
         others.append(other)
-    assert len({*digest.digests_of([one, *others])}) == len(others) + 1
+    assert len({*replicas.digests_of([one, *others])}) == len(others) + 1
 
 
 @pytest.mark.parametrize(
@@ -58,9 +59,9 @@ def test_t6_words_that_change_places_change_the_digest() -> None:
 def test_t6_the_digest_is_of_values_however_they_lie(dtype: torch.dtype) -> None:
     whole = torch.randint(0, 2, (6, 10)).to(dtype)
     turned = whole.t().contiguous().t()
-    assert len({*digest.digests_of([whole, turned, torch.cat([whole, whole])[6:]])}) == 1
-    assert digest.digests_of([]) == []
-    assert digest.digests_of([whole[:0], torch.tensor(1.0)])
+    assert len({*replicas.digests_of([whole, turned, torch.cat([whole, whole])[6:]])}) == 1
+    assert replicas.digests_of([]) == []
+    assert replicas.digests_of([whole[:0], torch.tensor(1.0)])
 
 
 # --- ranks --------------------------------------------------------------------------------
@@ -134,9 +135,7 @@ def trained(
                 case "rate":
                     optimizer.param_groups[0]["lr"] = 0.5
                 case "commit":
-                    newest = state._snapshots.newest()
-                    assert newest
-                    flip(newest.body, bit=7)
+                    flip(newest(state).body, bit=7)
         state.commit()
     return told.messages
 
@@ -210,16 +209,16 @@ def given_up(rank: int) -> Any:
     try:
         trained(rank, "1", {2: "weight"}, steps=3)
     except RuntimeError as error:
-        return str(error), state[0]._snapshots.version()
+        return str(error), commits(state[0])
 
 
 def test_t6_a_worker_that_is_to_be_started_anew_commits_nothing(tmp_path: Path) -> None:
     """Else its values would be the newest."""
     found = ranks(3, tmp_path, given_up)
-    said, version = found[FLIPPED]
+    said, committed = found[FLIPPED]
     assert said.startswith("replicas differ: rank 1 on n1: model.first.weight; ")
     assert said.endswith(": this worker is to be started anew")
-    assert version is None
+    assert not committed
 
 
 def of_parts(rank: int) -> str:
@@ -284,10 +283,8 @@ def flipped_at_random(rank: int, flips: int) -> list[tuple[str, list[Any]]]:
             for of, parameter in model.named_parameters()
             for name, moment in optimizer.state[parameter].items()
         }
-        newest = state._snapshots.newest()
-        assert newest
         places = dict(model.named_parameters()) | dict(model.named_buffers()) | moments
-        places["its last commit in memory"] = newest.body
+        places["its last commit in memory"] = newest(state).body
         victim, name = draws.randrange(3), draws.choice(sorted(places))
         words = places[name].detach().view(-1).view(torch.uint8)
         place, bit = draws.randrange(len(words)), draws.randrange(8)

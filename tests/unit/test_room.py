@@ -16,7 +16,7 @@ from elastic_etcd.system.limits import (
     free_processes,
     processor_statistics,
 )
-from elastic_etcd.train.state import free_memory as room
+from elastic_etcd.train.state import snapshot_store as room
 from elastic_etcd.train.state.elastic_state import ElasticState
 from tests.support.disks import memory_limit
 from tests.support.forked import Child

@@ -37,7 +37,7 @@ from elastic_etcd.protocol.messages import (
     Parked,
     TrainingDone,
 )
-from elastic_etcd.train import agent_channel, process_group, sync_point
+from elastic_etcd.train import abort, agent_channel, sync_point
 from elastic_etcd.train.collectives import World
 from elastic_etcd.train.ddp import ElasticDDP, make
 from elastic_etcd.train.process_group import ProcessGroup, teardown_agentless
@@ -45,7 +45,6 @@ from elastic_etcd.train.run import _Ended, is_communication_failure
 from elastic_etcd.train.state.elastic_state import ElasticState
 from elastic_etcd.train.state.snapshot_store import Snapshots
 from elastic_etcd.train.sync_point import WorldChanged
-from tests.support.channels import opened
 
 Heard = TypeVar("Heard", Elastic, Parked, TrainingDone, Disconnected)
 
@@ -91,7 +90,7 @@ class Agent:
 
     def __init__(self) -> None:
         self.channels = ChannelServer(self._hear)
-        self.path = opened(self.channels)
+        self.name = self.channels.open()
         self.heard: asyncio.Queue[FromWorker | Disconnected] = asyncio.Queue()
         self.server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.trains = asyncio.Event()
@@ -139,7 +138,7 @@ async def agent(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Agent]:
     agent = Agent()
     variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     variables |= {"MASTER_PORT": str(agent.server.port), "ELASTIC_ETCD_GENERATION": "1"}
-    variables |= {"ELASTIC_ETCD_SOCKET": agent.path, "ELASTIC_ETCD_WORKER_PID": ""}
+    variables |= {"ELASTIC_ETCD_SOCKET": agent.name, "ELASTIC_ETCD_WORKER_PID": ""}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(agent_channel, "_channel", None)
@@ -314,7 +313,7 @@ async def test_g8_a_training_that_returns_in_a_broken_world_is_not_done(agent: A
 async def test_g8_what_nccl_s_garbage_leads_to_is_no_mistake_of_the_user_s(
     agent: Agent, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    monkeypatch.setattr(process_group, "has_nccl", lambda: True)
+    monkeypatch.setattr(abort, "has_nccl", lambda: True)
 
     def raises() -> None:
         raise error
@@ -541,8 +540,8 @@ async def test_g2_the_agent_is_told_what_nccl_has_met(
     agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may be the cause, since nobody else has failed."""
-    monkeypatch.setattr(process_group, "uses_nccl", lambda: True)
-    monkeypatch.setattr(process_group, "nccl_error", lambda: "TIMEOUT")
+    monkeypatch.setattr(abort, "uses_nccl", lambda: True)
+    monkeypatch.setattr(abort, "nccl_error", lambda: "TIMEOUT")
     worker = begin(State(), steps(agent), backend="gloo")
     await agent.hears(Elastic)
     assert (await agent.hears(Parked)).error == "NCCL has met an error: TIMEOUT"

@@ -217,3 +217,31 @@ def test_other_batches_after_a_restart_are_refused() -> None:
     state = ElasticBatchSampler(bucketed).state_dict()
     with pytest.raises(UsageError, match="the state's order is"):
         ElasticBatchSampler(smaller).load_state_dict(state)
+
+
+def test_t17_a_data_set_that_grows_is_a_function_of_the_epoch() -> None:
+    """As docs/migration.md says to those who have Horovod's sampler."""
+    sizes = [20]  # a file that only grows, in a script
+
+    def order(epoch: int, seed: int) -> torch.Tensor:
+        return torch.randperm(sizes[epoch], generator=torch.Generator().manual_seed(seed + epoch))
+
+    def trained(ranks: list[ElasticSampler], count: int | None) -> list[int]:
+        used = []
+        for mine in ranks:
+            indices = list(islice(mine, count))
+            mine.record(indices)
+            used += indices
+        return used
+
+    two = [sampler(order, 2, rank) for rank in range(2)]
+    assert sorted(trained(two, None)) == list(range(20))
+    sizes.append(33)
+    for mine in two:
+        mine.set_epoch(1)
+    used = trained(two, 8)
+    sizes.append(50)  # what has come since is of the next epoch
+    three = [sampler(order, 3, rank) for rank in range(3)]
+    for mine in three:
+        mine.load_state_dict(two[0].state_dict())
+    assert sorted(used + trained(three, None)) == list(range(33))

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 
 from elastic_etcd.errors import UsageError, WrongHere
 from elastic_etcd.system.limits import Free
-from elastic_etcd.train.state import free_memory
+from elastic_etcd.train.state import snapshot_store
 from elastic_etcd.train.state.elastic_state import ElasticState
 from tests.support.forked import Child, ranks
 from tests.support.sharded_worlds import builder, live
@@ -57,7 +57,7 @@ def asked(rank: int, free: int) -> str:
     """What a commit says on a node of two ranks, of which each needs so much for its pieces."""
     del rank
     os.environ |= {"GROUP_RANK": "0", "ELASTIC_ETCD_COPIES": "2"}
-    there: Any = free_memory
+    there: Any = snapshot_store
     there.free_memory = lambda: Free(free, "the machine's memory")
     state = ElasticState(build=wide, epoch=0)
     try:

@@ -8,8 +8,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import islice
-from multiprocessing import Pipe
-from multiprocessing.reduction import DupFd
 from typing import Any
 
 import pytest
@@ -18,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_etcd.errors import MalformedState, UsageError
-from elastic_etcd.train.state.encoding import decode, dumps, encode
+from elastic_etcd.train.state.encoding import dumps, encode
 from elastic_etcd.train.state.snapshot_bytes import (
     CHUNK,
     Staging,
@@ -27,10 +25,11 @@ from elastic_etcd.train.state.snapshot_bytes import (
     write_body,
 )
 from elastic_etcd.train.state.snapshot_format import Draft, Header, Version, pack, slices_of, unpack
-from elastic_etcd.train.state.snapshot_memfds import HEADER, StateSnapshot
+from elastic_etcd.train.state.snapshot_memfds import HEADER
 from elastic_etcd.train.state.snapshot_store import Snapshots
 from elastic_etcd.train.state.sync import differences
 from tests.support.forked import Child
+from tests.support.states import Node, Partner, at_once, commits, newest, opened
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.bool),
@@ -48,11 +47,7 @@ ODD = [
 
 
 def memory() -> Snapshots:
-    return Snapshots([os.memfd_create(f"test{number}") for number in (0, 1)])
-
-
-def at_once(pieces: Iterator[TensorSlice]) -> list[list[TensorSlice]]:
-    return [list(pieces)]
+    return Node(shares=False).rank()
 
 
 def put(memfds: Snapshots, version: Version, tensors: list[torch.Tensor]) -> None:
@@ -64,9 +59,9 @@ def named(tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     return {f"all.{number}": tensor for number, tensor in enumerate(tensors)}
 
 
-def got(snapshot: StateSnapshot | None) -> list[torch.Tensor]:
-    assert snapshot is not None
-    return [tensor for tensor, _ in snapshot.load()[1].values()]
+def got(memfds: Snapshots) -> list[torch.Tensor]:
+    """The tensors of the newest one."""
+    return [tensor for tensor, _ in newest(memfds).load()[1].values()]
 
 
 def bits(tensor: torch.Tensor) -> list[int]:
@@ -78,7 +73,7 @@ def test_tensors_of_every_kind_come_back_bit_by_bit() -> None:
     memfds = memory()
     tensors = [torch.randn(5, 3).mul(100).to(dtype) for dtype in DTYPES] + ODD
     put(memfds, Version(1, 1, 1), tensors)
-    for tensor, back in zip(tensors, got(memfds.newest_intact()), strict=True):
+    for tensor, back in zip(tensors, got(memfds), strict=True):
         assert (back.dtype, back.shape) == (tensor.dtype, tensor.shape)
         assert bits(back) == bits(tensor)
 
@@ -229,7 +224,7 @@ def test_a_commit_leaves_the_one_before_and_may_grow() -> None:
         assert memfds.version() == Version(0, count, 5)
         versions = [s.header.version.counter for m in memfds.own if (s := m.snapshot())]
         assert sorted(versions) == [count - 1, count][-len(versions) :]
-        assert bool((got(memfds.newest_intact())[0] == count).all())
+        assert bool((got(memfds)[0] == count).all())
 
 
 def test_newer_is_of_a_later_generation_then_of_more_commits() -> None:
@@ -240,26 +235,15 @@ def test_newer_is_of_a_later_generation_then_of_more_commits() -> None:
     assert sorted(set(ages), key=Version.age) == ages
 
 
-def test_the_memory_is_another_process_s_to_read() -> None:
-    memfds = memory()
-    put(memfds, Version(4, 2, 9), [torch.arange(100)])
-    again = Snapshots([os.dup(memfd.fd) for memfd in memfds.own])
-    assert again.version() == Version(4, 2, 9)
-    assert torch.equal(got(again.newest_intact())[0], torch.arange(100))
-    put(again, Version(4, 3, 9), [torch.arange(1_000_000)])  # the file has grown since
-    assert torch.equal(got(again.newest_intact())[0], torch.arange(1_000_000))
-
-
 def test_a_damaged_snapshot_is_dropped_for_the_one_before() -> None:
     memfds = memory()
     for count in (1, 2):
         put(memfds, Version(0, count, 5), [torch.full((100,), float(count))])
-    newest = memfds.newest()
-    assert newest is not None
-    got(newest)[0][50] = 0
-    assert memfds.newest_intact() != newest
-    assert memfds.version() == Version(0, 1, 5)
-    got(memfds.newest())[0][50] = 0
+    for left in (1, 0):
+        damaged = newest(memfds)
+        got(memfds)[0][50] = 0
+        assert memfds.newest_intact() != damaged
+        assert commits(memfds) == left
     assert memfds.newest_intact() is None
 
 
@@ -307,7 +291,7 @@ def test_any_table_of_tensors_is_read_or_malformed(table: Any, parts: Any) -> No
 
 def commit_until(fds: list[Any], count: int, last: int) -> None:
     """Commit `count` times, then once more, to be killed after `last` pieces of it."""
-    memfds = Snapshots([fd.detach() for fd in fds])
+    memfds = opened(fds)
     for n in range(1, count + 1):
         put(memfds, Version(0, n, 1), numbered(n))
 
@@ -319,7 +303,7 @@ def commit_until(fds: list[Any], count: int, last: int) -> None:
 
 
 def commit_for_ever(fds: list[Any], said: Any) -> None:
-    memfds = Snapshots([fd.detach() for fd in fds])
+    memfds = opened(fds)
     for count in range(1, 1_000_000):
         put(memfds, Version(0, count, 1), numbered(count))
         said.send(count)
@@ -329,18 +313,12 @@ def numbered(count: int) -> list[torch.Tensor]:
     return [torch.full((n + 64 * count,), count) for n in (1_000_000, 1_000, 0, 70_001)]
 
 
-def passed_on(memfds: Snapshots) -> list[Any]:
-    return [DupFd(memfd.fd) for memfd in memfds.own]
-
-
-def left_whole(memfds: Snapshots) -> int:
+def left_whole(node: Node) -> int:
     """Which commit the newest snapshot is, when its process is dead; all of it is that one's."""
-    left = Snapshots([os.dup(memfd.fd) for memfd in memfds.own])
-    newest = left.newest()
-    assert newest is not None
+    left = node.rank()
+    counter = commits(left)
     assert all(one.is_intact() for memfd in left.own if (one := memfd.snapshot()))
-    counter = newest.header.version.counter
-    assert all(bool((tensor == counter).all()) for tensor in got(newest))
+    assert all(bool((tensor == counter).all()) for tensor in got(left))
     return counter
 
 
@@ -349,22 +327,19 @@ def left_whole(memfds: Snapshots) -> int:
 def test_killed_between_two_slices_of_a_commit_it_leaves_the_one_before(
     count: int, last: int
 ) -> None:
-    memfds = memory()
-    assert Child(commit_until, passed_on(memfds), count, last).result() is None
-    assert left_whole(memfds) == count
+    node = Node(shares=False)
+    assert Child(commit_until, node.passed_on(), count, last).result() is None
+    assert left_whole(node) == count
 
 
 def test_killed_at_any_moment_it_leaves_the_last_or_the_one_that_it_was_at() -> None:
     rng = random.Random(7)
     for _ in range(12):
-        memfds = memory()
-        heard, said = Pipe(duplex=False)
-        child = Child(commit_for_ever, passed_on(memfds), said)
-        said.close()
-        last = 0
+        node, last = Node(shares=False), 0
+        child = Partner(commit_for_ever, node.passed_on())
         for _ in range(rng.randint(1, 6)):
-            assert heard.poll(30)
-            last = heard.recv()
+            child.wait()
+            last = child.here.recv()
         for _ in range(rng.randint(0, 20000)):  # some microseconds, not a wait
             pass
         assert child.process.pid
@@ -372,22 +347,8 @@ def test_killed_at_any_moment_it_leaves_the_last_or_the_one_that_it_was_at() -> 
         assert child.result() is None
         with suppress(EOFError):
             while True:
-                last = heard.recv()
-        heard.close()
-        assert left_whole(memfds) in {last, last + 1}
-
-
-def test_a_part_is_read_with_its_tensors() -> None:
-    tensors: dict[str, torch.Tensor] = {}
-    part = encode({"w": torch.arange(5)}, tensors, name="model")
-    memfds = memory()
-    memfds.write(Draft(Version(0, 1, 1), {"model": part}, tensors, at_once))
-    newest = memfds.newest_intact()
-    assert newest is not None
-    parts, found = newest.load()
-    views = {name: tensor for name, (tensor, _) in found.items()}
-    assert list(views) == ["model.w"]
-    assert decode(parts["model"], views)["w"].tolist() == [0, 1, 2, 3, 4]
+                last = child.here.recv()
+        assert left_whole(node) in {last, last + 1}
 
 
 @pytest.mark.parametrize(
@@ -404,9 +365,7 @@ def test_tensors_differ_by_shape_dtype_or_a_bit(one: torch.Tensor, other: torch.
     for tensor in (one, other):
         memfds = memory()
         put(memfds, Version(0, 1, 1), [torch.arange(4), tensor])
-        snapshots.append(memfds.newest_intact())
+        snapshots.append(newest(memfds))
     first, second = snapshots
-    assert first is not None
-    assert second is not None
     assert differences(first, second) == ["all.1"]
     assert differences(first, first) == []

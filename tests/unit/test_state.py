@@ -33,6 +33,7 @@ from elastic_etcd.train.state.elastic_state import ElasticState
 from elastic_etcd.train.state.snapshot_format import Version
 from tests.support.channels import Job
 from tests.support.forked import Child, group
+from tests.support.states import commits, newest
 
 
 def network() -> nn.Module:
@@ -87,16 +88,19 @@ def test_values_are_attributes() -> None:
 
 def test_restore_goes_back_to_the_last_commit_and_again() -> None:
     weights = torch.ones(3)
-    state = ElasticState(epoch=0, log=[(1, "a")], none=None, ema=weights)
+    state = ElasticState(
+        epoch=0, log=[(1, "a")], none=None, ema=weights, path=Path("a"), allow_pickle=True
+    )
     with pytest.raises(UsageError, match="nothing to restore"):
         state.restore()
     state.commit()
     for _ in range(2):
-        state.epoch, state.none = 7, 8
+        state.epoch, state.none, state.path = 7, 8, Path("b")
         state.log.append((2, "b"))
         state.ema.add_(5)
         state.restore()
         assert (state.epoch, state.log, state.none) == (0, [(1, "a")], None)
+        assert state.path == Path("a")
         assert state.ema.tolist() == [1, 1, 1]
     state.epoch = 3
     state.commit()
@@ -145,10 +149,9 @@ def test_a_restored_optimizer_keeps_its_tensors_and_not_the_snapshot_s() -> None
     newcomer = torch.optim.Adam(model.parameters())
     state.optimizer = newcomer
     state.restore()
-    newest = state._snapshots.newest_intact()
-    assert newest is not None
+    kept = newest(state)
     trained(model, newcomer, 2)
-    assert newest.is_intact()
+    assert kept.is_intact()
 
 
 def test_a_tensor_that_occurs_several_times_is_one_again_when_it_is_loaded() -> None:
@@ -270,9 +273,8 @@ def test_t1_which_modules_evaluate_and_which_parameters_are_frozen() -> None:
     assert model.training
     frozen = [name for name, each in model.named_parameters() if not each.requires_grad]
     assert frozen == ["3.weight", "3.bias"]
-    newcomer, newest = ElasticState(model=network()), state._snapshots.newest()
-    assert newest
-    newcomer._load_snapshot(newest)
+    newcomer = ElasticState(model=network())
+    newcomer._load_snapshot(newest(state))
     assert [each.training for each in newcomer.model] == [True, False, True, True, True]
     assert not newcomer.model[3].weight.requires_grad
 
@@ -294,10 +296,9 @@ def test_t1_what_was_frozen_since_it_was_wrapped_is_reduced_again(tmp_path: Path
         half[1].requires_grad_(False)
         state = ElasticState(frozen=frozen, half=half)
         state.commit()
-        newest, (saved, _) = state._snapshots.newest(), state._save_values()
-        assert newest
+        kept, (saved, _) = newest(state), state._save_values()
         for again in (state, ElasticState(frozen=network(), half=network())):
-            again._load_snapshot(newest)
+            again._load_snapshot(kept)
             assert again._save_values()[0] == saved, "a commit before it is wrapped has the same"
             names = [name for name, each in again.half.named_parameters() if not each.requires_grad]
             assert reduced(DistributedDataParallel(again.frozen)) == whole
@@ -445,10 +446,24 @@ def test_a_parameter_that_has_no_shape_yet_is_refused_by_name() -> None:
     state.commit()
 
 
+class Keeps:
+    """Keeps what it is given, as a state_dict's owner may."""
+
+    def __init__(self) -> None:
+        self.kept = torch.zeros(3)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"kept": self.kept}
+
+    def load_state_dict(self, saved: dict[str, torch.Tensor]) -> None:
+        self.kept = saved["kept"]
+
+
 def test_t6_what_is_restored_is_never_the_snapshot_itself() -> None:
     model = nn.Sequential(nn.Linear(2, 2), Observer())
     optimizer = Ordered(model[0].parameters())
-    state = ElasticState(model=model, optimizer=optimizer, other=OrderedDict(a=torch.zeros(3)))
+    values: dict[str, Any] = {"other": OrderedDict(a=torch.zeros(3)), "keeps": Keeps()}
+    state = ElasticState(model=model, optimizer=optimizer, **values)
     state.commit()
     for optimizer in (state.optimizer, Ordered(model[0].parameters())):
         del optimizer.state["means"]  # as one that has made no step yet
@@ -461,11 +476,10 @@ def test_t6_what_is_restored_is_never_the_snapshot_itself() -> None:
             optimizer.state["means"]["by name"]["a"] += 1
             optimizer.state["means"]["last"]["a"] += 1
             state.other["a"] += 1
+            state.keeps.kept += 1
             for parameter in model.parameters():
                 parameter.data += 1
-            newest = state._snapshots.newest()
-            assert newest is not None
-            assert newest.is_intact()
+            assert newest(state)  # which is intact
 
 
 def test_t17_a_rate_of_numpy_s() -> None:
@@ -578,9 +592,7 @@ def with_frozen() -> tuple[ElasticState, nn.Parameter]:
 
 
 def kept_whole(state: ElasticState) -> bool:
-    newest = state._snapshots.newest_intact()
-    assert newest is not None
-    _, tensors = newest.load()
+    _, tensors = newest(state).load()
     saved = {name.removeprefix("model."): tensor for name, (tensor, _) in tensors.items()}
     return same(saved, dict(state.model.state_dict()))
 
@@ -649,22 +661,14 @@ def test_a_schedule_goes_on_where_it_was(name: str) -> None:
 def test_a_generator_and_a_scaler_go_on_where_they_were() -> None:
     generator = torch.Generator()
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    state = ElasticState(generator=generator, scaler=scaler)
+    none = torch.amp.GradScaler("cpu", enabled=False)  # as a script has it without a GPU
+    state = ElasticState(generator=generator, scaler=scaler, none=none)
     state.commit()
     first = torch.rand(5, generator=generator)
     scaler.load_state_dict(scaler.state_dict() | {"scale": 2.0})
     state.restore()
     assert torch.equal(torch.rand(5, generator=generator), first)
     assert scaler.state_dict()["scale"] == 8.0
-
-
-def test_a_scaler_that_is_disabled() -> None:
-    """As a script has it that also runs without a GPU."""
-    state = ElasticState(scaler=torch.amp.GradScaler("cpu", enabled=False), step=0)
-    state.commit()
-    state.step = 1
-    state.restore()
-    assert state.step == 0
 
 
 def test_an_unfinished_step_leaves_nothing() -> None:
@@ -740,14 +744,6 @@ def test_users_register_codecs_and_subclasses_have_them(
         ElasticState.register(Counted, object())  # type: ignore[arg-type]
 
 
-def test_pickle_is_an_option() -> None:
-    state = ElasticState(allow_pickle=True, path=Path("a"))
-    state.commit()
-    state.path = Path("b")
-    state.restore()
-    assert state.path == Path("a")
-
-
 def test_a_failed_commit_leaves_the_one_before() -> None:
     state = ElasticState(epoch=1, thing=None)
     state.commit()
@@ -764,8 +760,8 @@ def test_every_nth_call_commits() -> None:
     for step in range(1, 10):
         state.step = step
         state.commit(every=4)
-        committed.append(state._snapshots.version())
-    assert [v.counter if v else 0 for v in committed] == [0, 0, 0, 1, 1, 1, 1, 2, 2]
+        committed.append(commits(state))
+    assert committed == [0, 0, 0, 1, 1, 1, 1, 2, 2]
     state.restore()
     assert state.step == 8
     with pytest.raises(UsageError, match="at least 1"):
@@ -787,49 +783,45 @@ def test_alone_in_the_world_sync_is_the_first_commit_and_then_a_restore() -> Non
 def test_a_planned_change_commits_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     state = ElasticState(step=3)
     state.check()
-    assert state._snapshots.version() is None
+    assert not commits(state)
     monkeypatch.setattr(sync_point.current(), "check", lambda: True)
     with pytest.raises(sync_point.WorldChanged):
         state.check()
     state.step = 4  # in a `finally` block
     state._leave()
-    loads: list[Any] = []
-    monkeypatch.setattr(state, "_load_snapshot", lambda found, **_: loads.append(found))
-    state.sync()  # what was committed needs no loading
-    assert loads == []
-    state.sync()
-    assert len(loads) == 1
+    assert not loads(state)  # what was committed needs no loading
+    assert loads(state)
 
 
-@pytest.mark.parametrize("between", ["check", "set", "nothing"])
-def test_only_a_rewound_state_is_not_loaded_by_sync(
-    between: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def loads(state: ElasticState) -> bool:
+    """Whether a sync loads its snapshot."""
+    with pytest.MonkeyPatch.context() as patch:
+        found: list[Any] = []
+        patch.setattr(state, "_load_snapshot", lambda each, **_: found.append(each))
+        state.sync()
+    return bool(found)
+
+
+BETWEEN: list[Callable[[ElasticState], Any]] = [ElasticState.check, lambda s: setattr(s, "step", 4)]
+
+
+@pytest.mark.parametrize("between", [*BETWEEN, None], ids=["check", "set", "nothing"])
+def test_only_a_rewound_state_is_not_loaded_by_sync(between: Any) -> None:
     state = ElasticState(step=3)
     state.commit()
     state._rewind()
-    if between == "check":
-        state.check()
-    elif between == "set":
-        state.step = 4
-    loads: list[Any] = []
-    monkeypatch.setattr(state, "_load_snapshot", lambda found, **_: loads.append(found))
-    state.sync()
-    assert len(loads) == (between != "nothing")
+    if between:
+        between(state)
+    assert loads(state) == bool(between)
 
 
-def test_commits_are_counted_from_one() -> None:
-    state = ElasticState(step=0)
-    state.commit()
-    assert state._position() == "commit 1 (step 0)"
-
-
-def test_the_steps_after_a_commit_are_counted() -> None:
-    """Which checks after it commits, and each step that does not commit."""
+def test_commits_are_counted_from_one_and_the_steps_after_each() -> None:
+    """Of a script which checks after it commits, and at each step that does not commit."""
     state = ElasticState(step=0)
     state.sync()
     assert state._uncommitted() == 0
     state.commit()
+    assert state._position() == "commit 1 (step 0)"
     state.check()
     assert state._uncommitted() == 0
     state.check()
@@ -931,9 +923,7 @@ def test_t9_a_file_of_another_training_is_kept_beside_the_new_one(
         state.save(path)
     (kept,) = set(tmp_path.iterdir()) - {path}
     assert f"{path} was of another training, at its commit 1: it is kept as {kept}" in caplog.text
-    for file, epoch in ((path, 0), (kept, 7)):
-        state.load(file)
-        assert state.epoch == epoch
+    assert epochs_in(tmp_path) == {path.name: 0, kept.name: 7}
 
 
 def test_t18_a_file_that_lacks_a_value_or_has_one_more_can_be_loaded(
@@ -1009,16 +999,22 @@ def test_t18_what_a_thread_could_not_write_is_raised_by_the_next_save(
     assert (tmp_path / "state").exists()
 
 
+def epochs_in(folder: Path) -> dict[str, int]:
+    """The value `epoch` of each file."""
+    state, found = ElasticState(epoch=0), {}
+    for file in folder.iterdir():
+        state.load(file)
+        found[file.name] = state.epoch
+    return found
+
+
 def test_t18_some_files_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "state"
     state = ElasticState(epoch=0)
     for state.epoch in range(1, 6):
         state.commit()
         state.save(path, keep=3)
-    assert {file.name for file in tmp_path.iterdir()} == {"state", "state.1", "state.2"}
-    for name, epoch in (("state", 5), ("state.1", 4), ("state.2", 3)):
-        state.load(tmp_path / name)
-        assert state.epoch == epoch
+    assert epochs_in(tmp_path) == {"state": 5, "state.1": 4, "state.2": 3}
     with pytest.raises(UsageError, match="at least 1"):
         state.save(path, keep=0)
 
@@ -1081,11 +1077,7 @@ def test_a_save_that_is_not_due_yet_writes_nothing(tmp_path: Path) -> None:
         state.commit()
         state.save(tmp_path / "often", every=3600)
     state.save(tmp_path / "seldom", every=7200)
-    found = {}
-    for name in ("often", "seldom"):
-        state.load(tmp_path / name)
-        found[name] = state.epoch
-    assert found == {"often": 1, "seldom": 2}
+    assert epochs_in(tmp_path) == {"often": 1, "seldom": 2}
 
 
 def test_a_save_that_fails_leaves_the_file_that_was_there(tmp_path: Path) -> None:
@@ -1130,7 +1122,7 @@ def test_whoever_reads_while_a_file_is_replaced_and_its_writer_killed_finds_all_
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     with Job() as job:
-        monkeypatch.setenv("ELASTIC_ETCD_SOCKET", job.path)
+        monkeypatch.setenv("ELASTIC_ETCD_SOCKET", job.name)
         monkeypatch.setenv("ELASTIC_ETCD_WORKER_PID", "")
         monkeypatch.setenv("ELASTIC_ETCD_GENERATION", "3")
         monkeypatch.setenv("LOCAL_RANK", "0")

@@ -1,8 +1,6 @@
 """States of several ranks: they agree on the newest snapshot, and only who lacks it gets it."""
 
-import logging
 import os
-import signal
 from math import ceil, log2
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from elastic_etcd.train.state import sync
 from elastic_etcd.train.state.elastic_state import ElasticState
 from elastic_etcd.train.state.snapshot_format import Version
 from tests.support.forked import Child, commit_alone, group, ranks
+from tests.support.states import before_each, commits, kill_in, logged, newest, received
 
 
 @given(st.integers(1, 40), st.data())
@@ -55,19 +54,6 @@ class Sampler:
         self.rank_and_size = (rank, world_size)
 
 
-def received() -> list[int]:
-    """The sizes of what this rank receives from now on."""
-    sizes: list[int] = []
-    real = dist.recv
-
-    def recv(tensor: torch.Tensor, *args: Any) -> Any:
-        sizes.append(tensor.numel())
-        return real(tensor, *args)
-
-    dist.recv = recv  # only this process's, which ends with the test
-    return sizes
-
-
 def made(rank: int) -> ElasticState:
     torch.manual_seed(rank)
     bare = nn.Linear(300, 4)
@@ -86,9 +72,7 @@ def held(state: ElasticState) -> tuple[Any, ...]:
     model = getattr(state.model, "module", state.model)
     weights = [t.tolist() for t in model.state_dict().values()]
     moments = [t.tolist() for row in state.optimizer.state.values() for t in row.values()]
-    newest = state._snapshots.newest_intact()
-    assert newest is not None
-    return weights, moments, state.epoch, state.sampler.consumed, newest.header
+    return weights, moments, state.epoch, state.sampler.consumed, newest(state).header
 
 
 def several_syncs(rank: int) -> list[Any]:
@@ -127,7 +111,7 @@ def test_ranks_start_from_rank_0_and_go_on_from_the_newest(tmp_path: Path) -> No
     assert first[0][0][1]  # a newcomer's optimizer has rank 0's moments
 
 
-def of_most(rank: int) -> Any:
+def of_most(rank: int, _: Path) -> Any:
     """Rank 0 alone has another value at the same commit."""
     state = ElasticState(weight=torch.zeros(2), epoch=0)
     state.sync()
@@ -135,10 +119,6 @@ def of_most(rank: int) -> Any:
     state.commit()
     state.sync()
     return state.weight.tolist()
-
-
-def test_t6_the_values_that_most_ranks_have_committed_count(tmp_path: Path) -> None:
-    assert ranks(3, tmp_path, of_most) == [[7.0, 7.0]] * 3
 
 
 def of_two_lineages(rank: int) -> Any:
@@ -185,7 +165,7 @@ def test_the_later_generation_s_commit_is_the_newer(tmp_path: Path) -> None:
 
 def with_unlike_values(rank: int, width: int) -> Any:
     """As DDP trains: each rank has statistics of its own batches; and a weight that has rotted."""
-    told = logs()
+    told = logged()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width))
     state = ElasticState(model=model, best=0.0, large=torch.zeros(100_000))
@@ -206,30 +186,9 @@ def with_unlike_values(rank: int, width: int) -> Any:
     return stages, sizes
 
 
-def logs() -> Any:
-    """What is logged from now on; each call gives the new lines."""
-    lines: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(f"{record.levelname}: {record.getMessage()}")
-
-    logging.getLogger("elastic_etcd").addHandler(Keep())
-    logging.getLogger("elastic_etcd").setLevel(logging.INFO)
-
-    def told() -> list[str]:
-        found = lines[:]
-        lines.clear()
-        return found
-
-    return told
-
-
 def held_by(state: ElasticState) -> Any:
-    newest = state._snapshots.newest_intact()
-    assert newest is not None
     values = {name: t.tolist() for name, t in state.model.state_dict().items()}
-    return newest.header, values, state.best
+    return newest(state).header, values, state.best
 
 
 @pytest.mark.parametrize("width", [3, 200])  # a snapshot within one block, and of several
@@ -247,7 +206,7 @@ def test_t7_after_a_sync_all_ranks_have_the_same(width: int, tmp_path: Path) -> 
     assert second == [[], [], [f"WARNING: rank 2 {rotten}"]]
 
 
-def with_unlike_values_and_a_newcomer(rank: int) -> list[float]:
+def with_unlike_values_and_a_newcomer(rank: int, _: Path) -> list[float]:
     state = ElasticState(data=torch.zeros(100_000))
     state.sync()
     if rank == 2:
@@ -257,10 +216,6 @@ def with_unlike_values_and_a_newcomer(rank: int) -> list[float]:
         commit_alone(state)
     state.sync()
     return list(state.data[[0, -1]].tolist())
-
-
-def test_t7_a_newcomer_is_no_obstacle_to_ranks_that_differ(tmp_path: Path) -> None:
-    assert ranks(3, tmp_path, with_unlike_values_and_a_newcomer) == [[0.0, 5.0]] * 3
 
 
 def in_these_worlds(folder: Path, *worlds: World) -> list[World]:
@@ -298,7 +253,7 @@ def test_t2_the_old_world_is_that_of_the_commit_for_all(tmp_path: Path) -> None:
     ]
 
 
-def with_another_default_device(rank: int) -> list[float]:
+def with_another_default_device(rank: int, _: Path) -> list[float]:
     torch.set_default_device("meta")  # as with "cuda", nothing of a state's own is to be made there
     with torch.device("cpu"):
         state = ElasticState(data=torch.zeros(100_000))
@@ -309,10 +264,6 @@ def with_another_default_device(rank: int) -> list[float]:
     return list(state.data[[0, -1]].tolist())
 
 
-def test_t10_ranks_with_another_default_device(tmp_path: Path) -> None:
-    assert ranks(2, tmp_path, with_another_default_device) == [[0.0, 0.0]] * 2
-
-
 def while_rank_0_dies(rank: int, folder: Path) -> Any:
     """The lowest holder is killed before it has told what differs."""
     state = ElasticState(data=torch.zeros(100_000))
@@ -321,14 +272,8 @@ def while_rank_0_dies(rank: int, folder: Path) -> Any:
             state.sync()
             state.data += rank
             state.commit()
-            real = dist.broadcast
-
-            def broadcast(tensor: torch.Tensor, *args: Any) -> Any:
-                if rank == 0 and tensor.dtype == torch.uint8:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return real(tensor, *args)
-
-            dist.broadcast = broadcast
+            if rank == 0:
+                kill_in(dist, "broadcast", kind=torch.uint8)
             state.sync()
     except RuntimeError:
         state._rewind()
@@ -349,7 +294,7 @@ def test_t7_a_rank_that_dies_meanwhile_leaves_the_others_with_what_they_had(
 def with_files(rank: int, folder: Path, which: list[str], commits: int) -> Any:
     """Each rank loads one of two trainings' files, or none; rank 0 may have trained already."""
     os.environ["ELASTIC_ETCD_GENERATION"] = "4"
-    told = logs()
+    told = logged()
     for number, name in enumerate(("one", "other")):
         writer = ElasticState(epoch=0)
         for writer.epoch in range(1, 4 + number):
@@ -384,7 +329,7 @@ def test_t9_a_file_of_another_training_that_does_not_count_is_told(tmp_path: Pat
 
 
 def set_after_a_load(rank: int, folder: Path) -> Any:
-    told = logs()
+    told = logged()
     state = ElasticState(epoch=7)
     state.commit()
     if rank == 0:
@@ -396,11 +341,6 @@ def set_after_a_load(rank: int, folder: Path) -> Any:
         state.epoch = 1
     state.sync()
     return state.epoch, len(told())
-
-
-def test_what_is_set_after_a_load_is_told_once(tmp_path: Path) -> None:
-    """By the first of the ranks that have loaded the file."""
-    assert ranks(3, tmp_path, set_after_a_load, tmp_path) == [(7, 0), (7, 1), (7, 0)]
 
 
 def test_t9_files_of_two_trainings_are_refused_on_every_rank(tmp_path: Path) -> None:
@@ -421,23 +361,11 @@ def dying(rank: int, folder: Path) -> Any:
             if rank == 0:
                 state.count = 1
                 commit_alone(state)
-                sent = 0
-                real = dist.send
-
-                def send(*args: Any) -> Any:
-                    nonlocal sent
-                    sent += 1
-                    if sent == 20:
-                        os.kill(os.getpid(), signal.SIGKILL)
-                    return real(*args)
-
-                dist.send = send
+                kill_in(dist, "send", 20)
             state.sync()
     except RuntimeError as error:
         broken = str(error)
-    version = state._snapshots.version()
-    assert version is not None
-    assert version.counter == 0
+    assert commits(state) == 0
     state._rewind()
     with group(rank - 1, 2, folder / "after"):
         state.sync()
@@ -481,19 +409,16 @@ def test_a_peer_s_pickle_is_not_read(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
+def spoil(tensor: torch.Tensor, _: int) -> None:
+    if tensor.numel() > 1000:
+        tensor[500] ^= 1
+
+
 def from_a_faulty_peer(rank: int) -> Any:
     state = ElasticState(data=torch.full((1000,), float(rank)))
     if rank == 0:
         commit_alone(state)
-        real = dist.send
-
-        def send(tensor: torch.Tensor, receiver: int) -> Any:
-            if tensor.numel() > 1000:
-                tensor = tensor.clone()
-                tensor[500] ^= 1
-            return real(tensor, receiver)
-
-        dist.send = send
+        before_each(dist, "send", spoil)
     try:
         state.sync()
     except MalformedState as error:
@@ -508,33 +433,30 @@ def test_what_does_not_arrive_as_it_was_sent_is_no_snapshot(tmp_path: Path) -> N
     assert total == 1000
 
 
-def of_other_names(rank: int) -> Any:
-    state = ElasticState(model=1) if rank == 0 else ElasticState(model=1, epoch=2)
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (
+            [{"model": 1}, {"model": 1, "epoch": 2}],
+            ["", "the snapshot is of model; this state is of model, epoch"],
+        ),
+        ([{"epoch": 0, "best": {"path": Path("x")}}] * 2, ["best['path'] is a "] * 2),
+    ],
+    ids=["other names", "t21: what can't be kept, on every rank alike"],
+)
+def test_states_that_can_not_be_are_refused(
+    values: list[dict[str, Any]], words: list[str], tmp_path: Path
+) -> None:
+    for said, expected in zip(ranks(2, tmp_path, refusal, values), words, strict=True):
+        assert said.startswith(expected)
+
+
+def refusal(rank: int, values: list[dict[str, Any]]) -> str:
     try:
-        state.sync()
+        ElasticState(**values[rank]).sync()
     except Exception as error:  # noqa: BLE001 - the test looks at it
         return str(error)
-    return None
-
-
-def test_states_of_other_names_are_told_apart(tmp_path: Path) -> None:
-    _, error = ranks(2, tmp_path, of_other_names)
-    assert error == "the snapshot is of model; this state is of model, epoch"
-
-
-def what_can_not_be_kept(rank: int) -> str:
-    state = ElasticState(epoch=0, best={"path": Path("x")})
-    try:
-        state.sync()
-    except UsageError as error:
-        return str(error)
     return ""
-
-
-def test_t21_what_can_not_be_kept_is_refused_on_every_rank_alike(tmp_path: Path) -> None:
-    one, other = ranks(2, tmp_path, what_can_not_be_kept)
-    assert one == other
-    assert "best['path'] is a " in one
 
 
 def only_rank_0_saves(rank: int, folder: Path) -> bool:
@@ -542,10 +464,6 @@ def only_rank_0_saves(rank: int, folder: Path) -> bool:
     state.commit()
     state.save(folder / f"from{rank}")
     return (folder / f"from{rank}").exists()
-
-
-def test_only_rank_0_saves(tmp_path: Path) -> None:
-    assert ranks(2, tmp_path, only_rank_0_saves, tmp_path) == [True, False]
 
 
 def from_a_file(rank: int, folder: Path) -> Any:
@@ -558,13 +476,32 @@ def from_a_file(rank: int, folder: Path) -> Any:
     if rank == 1:
         state.load(folder / "file")
     state.sync()
-    version = state._snapshots.version()
-    assert version is not None
-    return state.epoch, version.age()
+    return state.epoch, newest(state).header.version.age()
 
 
-def test_a_file_that_one_rank_loaded_is_what_all_go_on_from(tmp_path: Path) -> None:
-    assert ranks(2, tmp_path, from_a_file, tmp_path) == [(9, Version(0, 1, 0).age())] * 2
+AGREED: dict[str, tuple[Any, list[Any]]] = {  # a script, and what it comes to on each rank
+    "t6: the values that most ranks have committed count": (of_most, [[7.0, 7.0]] * 3),
+    "t7: a newcomer is no obstacle to ranks that differ": (
+        with_unlike_values_and_a_newcomer,
+        [[0.0, 5.0]] * 3,
+    ),
+    "t10: ranks with another default device": (with_another_default_device, [[0.0, 0.0]] * 2),
+    "only rank 0 saves": (only_rank_0_saves, [True, False]),
+    "a file that one rank loaded is what all go on from": (
+        from_a_file,
+        [(9, Version(0, 1, 0).age())] * 2,
+    ),
+    "what is set after a load is told once, by the first of those that have loaded the file": (
+        set_after_a_load,
+        [(7, 0), (7, 1), (7, 0)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AGREED)
+def test_all_ranks_go_on_from_the_same(name: str, tmp_path: Path) -> None:
+    script, found = AGREED[name]
+    assert ranks(len(found), tmp_path, script, tmp_path) == found
 
 
 @pytest.mark.parametrize("config", ["cpu:gloo,cuda:nccl", "cpu:gloo,cuda:gloo"])

@@ -179,7 +179,7 @@ def keep_even(items: list[int]) -> torch.Tensor:
     return torch.tensor([item for item in items if item % 4 == 0])
 
 
-def broken_on_rank_0(rank: int, *, by_hand: bool) -> tuple[str, int]:
+def broken_on_rank_0(rank: int, by_hand: bool) -> tuple[str, int]:
     """Half of the samples can't be read on rank 0."""
     state = ElasticState(sampler=ElasticSampler(48, shuffle=False))
     collate: Any = None if rank else keep_even
@@ -201,17 +201,9 @@ def broken_on_rank_0(rank: int, *, by_hand: bool) -> tuple[str, int]:
 
 @pytest.mark.parametrize("by_hand", [True, False])
 def test_t2_ranks_that_have_counted_different_numbers(by_hand: bool, tmp_path: Path) -> None:
-    one, other = ranks(2, tmp_path, _broken_by_hand if by_hand else _broken_in_steps)
+    one, other = ranks(2, tmp_path, broken_on_rank_0, by_hand)
     if by_hand:
         assert "ranks 0 and 1 have committed samplers that differ" in one[0]
         assert one[0] == other[0]
     else:
         assert one == other == ("", 48)
-
-
-def _broken_by_hand(rank: int) -> tuple[str, int]:
-    return broken_on_rank_0(rank, by_hand=True)
-
-
-def _broken_in_steps(rank: int) -> tuple[str, int]:
-    return broken_on_rank_0(rank, by_hand=False)

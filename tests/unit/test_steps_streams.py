@@ -55,18 +55,6 @@ def test_a_loop_counts_what_it_was_given(workers: int) -> None:
     assert sorted(chain(*(batch.tolist() for batch in steps))) == everything()
 
 
-def test_breaking_off_counts_the_last_batch() -> None:
-    data = streamed()
-    steps = ElasticState(data=data).steps(data.loader(4))
-    used = []
-    for batch in steps:
-        used += batch.tolist()
-        if len(used) >= 20:
-            break
-    used += [sample for batch in steps for sample in batch.tolist()]
-    assert sorted(used) == everything()
-
-
 def test_recording_by_hand_in_the_loop_is_refused() -> None:
     data = streamed()
     next(iter(ElasticState(data=data).steps(data.loader(4))))

@@ -3,7 +3,7 @@
 Only what is known to be a step is watched: not what comes before the first one of a world has
 ended, nor saves and what `ee.quiet` was told, nor a commit as long as it moves bytes. The agents
 find out together which rank the others wait for (core/hangs.py); an agent that gets no answer names
-its own workers.
+its own workers. With --start-timeout what comes before the first step is watched, too.
 """
 
 import asyncio
@@ -40,17 +40,23 @@ Reached: TypeAlias = tuple[Doing, int]  # an activity, after how many steps
 class HangWatch(PeriodicFollower):
     """Looks at each worker once a second, and asks and answers together with the other agents.
 
-    timeout: seconds in one step; None: ten times the slowest of the recent ones, but twice the
-    longest that this agent has seen, and a minute, at least.
+    limits: seconds in one step, and from a world's start to its first step. None for a step: ten
+    times the slowest of the recent ones, but twice the longest that this agent has seen, and a
+    minute, at least; None for a start: for ever.
     """
 
     name = "hangs"
 
     def __init__(
-        self, timeout: float | None, keys: Keys, workers: Workers, logs: Logs, tasks: Tasks
+        self,
+        limits: tuple[float | None, float | None],
+        keys: Keys,
+        workers: Workers,
+        logs: Logs,
+        tasks: Tasks,
     ) -> None:
         super().__init__(keys, workers, tasks)
-        self._timeout = timeout
+        self._timeout, self._start_timeout = limits
         self._logs = logs
         self._last_line: tuple[int, int] | None = None  # its generation and number
         self._found: Hang | None = None  # by its line, and nobody has acted on it
@@ -64,7 +70,7 @@ class HangWatch(PeriodicFollower):
         """A step that was given up may have been slow only: no more than its time counts."""
         for last in filter(_is_step, self._seen.values()):
             self._slowest = max(self._slowest, min(last.seconds, self._patience(last)))
-        self._generation = generation
+        self._generation, self._began = generation, self._loop.time()
         self._seen.clear()
         self._evidence: dict[int, Evidence] = {}  # by rank; of those that have not gone on
         self._number = 0  # of the steps that were published last
@@ -119,17 +125,23 @@ class HangWatch(PeriodicFollower):
     # --- this node's own workers ----------------------------------------------------------
 
     def _activities(self) -> list[tuple[Worker, Activity]]:
-        """The workers, with what they do: a commit in which nothing moves counts as a step."""
+        """The workers, with what they do: a commit in which nothing moves counts as a step.
+
+        The seconds before a first step that is watched are those since the world's start.
+        """
         found = []
         for worker, now in self._workers.activities():
+            if self._start_timeout and _stage(now):
+                found.append((worker, now._replace(seconds=self._loop.time() - self._began)))
+                continue
             stuck = now.doing is Doing.COMMIT and now.seconds >= _COMMIT * self._patience(now)
             found.append((worker, now._replace(doing=Doing.STEP) if stuck else now))
         return found
 
     def _is_watched(self, worker: Worker, now: Activity) -> bool:
-        """Whether it is in what ends soon: in a step, but for the first."""
+        """Whether it is in what ends soon: in a step, the first one only with --start-timeout."""
         del worker
-        return _is_step(now)
+        return _is_step(now) or (self._start_timeout is not None and _stage(now) is not None)
 
     def _is_late(self, worker: Worker, now: Activity) -> bool:
         """Whether it stands in its step for too long, and nobody knows it yet."""
@@ -151,7 +163,9 @@ class HangWatch(PeriodicFollower):
         return now.seconds >= self._patience(now) and not is_traced(worker.pid)
 
     def _patience(self, now: Activity) -> float:
-        """How long its step may take."""
+        """How long its step, or its start, may take."""
+        if self._start_timeout is not None and _stage(now):
+            return self._start_timeout
         if self._timeout is not None:
             return self._timeout
         learnt = min(2 * self._slowest, HANG_LEARNT)
@@ -229,6 +243,8 @@ class HangWatch(PeriodicFollower):
             doing = schema.RankDoing.WAIT if found.in_collective else doing
             what = "stopped" if status(worker.pid, "State") == "T" else found.place
             file = found.file
+        if self._start_timeout and doing is not schema.RankDoing.TRACED:
+            doing = _stage(now) or doing
         seconds = round(now.seconds, 3)
         return RankStep(rank, now.steps + 1, doing, seconds, what, now.told, file or UNSET)
 
@@ -257,6 +273,15 @@ class HangWatch(PeriodicFollower):
 def _is_step(now: Activity) -> bool:
     """Whether it is in one that is watched: not in the first."""
     return now.doing is Doing.STEP and now.steps > 0
+
+
+def _stage(now: Activity) -> schema.RankDoing | None:
+    """How far its start has come; None from its first step or commit on, and where it is quiet."""
+    if now.doing not in (Doing.STARTING, Doing.INIT) or now.steps or now.commits:
+        return None
+    if now.doing is Doing.INIT:
+        return schema.RankDoing.GROUP
+    return schema.RankDoing.FIRST if now.since_init else schema.RankDoing.BEFORE
 
 
 def _reached(now: Activity) -> Reached:

@@ -22,7 +22,6 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
 from elastic_etcd.agent.config import AgentConfig
-from elastic_etcd.agent.followers.held_memory import HeldMemory
 from elastic_etcd.agent.followers.loop_watchdog import Watchdog
 from elastic_etcd.agent.followers.recovery import Histogram, Recovery
 from elastic_etcd.agent.followers.time_accounting import TimeAccounting, is_spare
@@ -92,7 +91,6 @@ class Metrics(Collector):
         self._membership: Membership | None = None
         self._state = State(Local(run=""), config.nproc)
         self._recovery = Recovery()
-        self._held: HeldMemory | None = None
         self._steps: StepCounts | None = None
         self._divergences = 0
         self._hang = (0, 0)  # that was told last: its generation and number
@@ -111,10 +109,9 @@ class Metrics(Collector):
         membership: Membership,
         workers: Workers,
         accounting: TimeAccounting,
-        held: HeldMemory,
     ) -> None:
         """From here on these are read, and changes of world are counted."""
-        self._membership, self._steps, self._held = membership, StepCounts(workers), held
+        self._membership, self._steps = membership, StepCounts(workers)
         self._recovery = accounting.recovery
 
     def see(self, before: State, event: Event, state: State) -> None:
@@ -162,7 +159,8 @@ class Metrics(Collector):
 
     def _of_world(self) -> Iterator[Metric]:
         state = self._state
-        now = state.view.round if state.view else None
+        view = state.view
+        now = view.round if view else None
         takes_part = now is not None and state.local.running == now.generation
         ranks = now.world_size if now and takes_part else 0
         newest = {"": now.generation if now else 0}
@@ -173,7 +171,7 @@ class Metrics(Collector):
         text = "Nodes by state; the coordinator tells all of them."
         yield self._gauge("nodes", text, counts, "state")
         most = state.limits.max_restarts if state.limits else 0
-        left = {"": most - now.restarts} if now and 0 < most < UNCOUNTED else {}
+        left = {"": most - view.restarts} if view and now and 0 < most < UNCOUNTED else {}
         text = (
             "Failures that the job still survives; absent where it may be started again for ever."
         )
@@ -206,11 +204,6 @@ class Metrics(Collector):
         commit = SummaryMetricFamily(f"{_PREFIX}commit_seconds", text, labels=self._names(""))
         commit.add_metric([*self._own.values()], commits, seconds)
         yield commit
-        own, copies, of_each = self._held.found if self._held else (0, 0, 0)
-        text = "Memory of the last commits of the workers here, and of other nodes' pieces."
-        yield self._gauge("commit_bytes", text, {"own": own, "copies": copies}, "of")
-        text = "Nodes that have each piece of the last commit; absent where nothing is sharded."
-        yield self._gauge("commit_nodes", text, {"": of_each} if of_each else {})
         hang = hangs.that_lasts(self._state.view) if self._state.view else None
         text = "1: workers of the job hang now, as far as they were told to; 0: none."
         yield self._gauge("hanging", text, {"": int(hang is not None)})

@@ -9,7 +9,7 @@ from contextlib import suppress
 from elastic_etcd.agent import preflight
 from elastic_etcd.agent.config import AgentConfig
 from elastic_etcd.agent.inbox import Notice, Tasks
-from elastic_etcd.core import suspects
+from elastic_etcd.core.failure_policies import left_out
 from elastic_etcd.core.lifecycle import Event, State
 from elastic_etcd.errors import EtcdError, UnfitNode
 from elastic_etcd.etcd.client import Client
@@ -30,8 +30,7 @@ class SuspectCheck:
         view, limits = state.view, state.limits
         if view is None or limits is None:
             return
-        known = view.ledger.suspects
-        if not suspects.left(known, self._config.node, limits.suspect_after):
+        if self._config.node not in left_out(view.ledger, limits):
             self._checked = False
         elif not (self._checked or state.local.running):
             self._checked = True

@@ -164,6 +164,9 @@ class ElasticIterable(IterableDataset[Any]):  # type: ignore[misc]  # torch is n
         """Whether all ranks take part in the step that begins with the batch in hand."""
         return self.tail != "uneven" or self.world_size == 1
 
+    def _end_here(self) -> None:
+        """Do nothing for an uneven tail: before a commit streams ask the others."""
+
     def _is_whole(self) -> bool:
         """Whether there is an epoch of which nothing is used yet."""
         return self._agreed and 0 < self._layout.end == sum(map(len, self._remaining))
@@ -358,10 +361,11 @@ class ElasticIterable(IterableDataset[Any]):  # type: ignore[misc]  # torch is n
 
 
 class StreamLoader:
-    """A DataLoader over an ElasticIterable, which is `data`, whose batches come with marks.
+    """A DataLoader over an ElasticIterable, with marked batches; a BatchSource for a loop.
 
-    `loader` is the DataLoader. `len()` is how many batches its iterator gives, and constant while
-    that runs: until another one begins, or an epoch, a world. TypeError without lengths.
+    `data` is the ElasticIterable, `loader` the DataLoader. `len()` is how many batches its iterator
+    gives, and constant while that runs: until another one begins, or an epoch, a world. TypeError
+    without lengths.
     """
 
     def __init__(
@@ -372,7 +376,7 @@ class StreamLoader:
         batched = batch_size is not None
         collate = arguments.pop("collate_fn", None) or (default_collate if batched else convert)
         marking = partial(_collate_marked, collate, batched)
-        self.data = data
+        self.data, self.counting = data, [data]
         self.loader = kind(_Marked(data), batch_size=batch_size, collate_fn=marking, **arguments)
 
     def __len__(self) -> int:
@@ -390,10 +394,21 @@ class StreamLoader:
         down = self.loader.drop_last
         return sum(size // batch if down else -(-size // batch) for size in sizes)
 
+    def begin(self, accumulate: int, ranks_before: int) -> int | None:  # noqa: ARG002 - a BatchSource's
+        """Begin a loop of state.steps. Returns how many batches it has, None without lengths."""
+        self.data._settle()  # the batch in hand of the loop before is none of this one
+        return None if self.data.lengths is None else self.remaining()
+
+    def take_each(self) -> Iterator[Any]:
+        """Yield each batch, which is in hand then: the one before has been trained on."""
+        for batch in self:
+            self.data._take()
+            yield batch
+
     def refuse_empty(self) -> None:
         """Raise UsageError for a whole epoch that gave no batch; an uneven one may, on a rank."""
         data, loader = self.data, self.loader
-        if not data._shares_step():
+        if not (data._shares_step() and data._is_whole()):
             return
         of, cure = f"{sum(data.lengths or ())} samples", ""
         if data.lengths is None:

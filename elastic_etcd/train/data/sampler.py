@@ -2,6 +2,16 @@
 
 An epoch is one order of all indices. Samples that were trained on are recorded; the remaining part
 of the order is sharded anew for each new world. docs/sampler.md says what is guaranteed.
+
+An iteration is a cursor of shards.py; a world or an epoch begins with one that is NEW. The next
+iteration goes on after what is recorded and makes the last one VOID, unless the epoch is used up:
+
+    the last iteration is      and its indices are counted      the next one
+    NEW or OPEN                in any way                       goes on
+    OUT, all handed out        BY_HAND                          goes on, with a warning, if some are
+                                                                not recorded; else it is refused
+    OUT                        IN_LOOP (it was left)            goes on
+    OUT                        LOOP_ENDED                       is refused
 """
 
 import warnings
@@ -18,18 +28,8 @@ from torch.utils.data import Sampler
 
 from elastic_etcd.errors import UsageError
 from elastic_etcd.train.collectives import gather, rank_and_size, world_of
+from elastic_etcd.train.data import shards
 from elastic_etcd.train.data.permutation import Listed, Order, OrderFunction, Shuffle, order_of
-from elastic_etcd.train.data.shards import (
-    TAILS,
-    Cursor,
-    Progress,
-    Shards,
-    Tail,
-    pack_ranges,
-    refuse_other_data,
-    slots_of,
-    unpack_ranges,
-)
 
 Length = Literal["iteration", "epoch", "rest"]
 
@@ -61,7 +61,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         *,
         shuffle: bool | Literal["exact", "stream"] | OrderFunction = True,
         seed: int = 0,
-        tail: Tail = "drop",
+        tail: shards.Tail = "drop",
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
@@ -71,8 +71,8 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         if not callable(shuffle) and shuffle not in (False, "exact", "stream"):
             known = '"exact", "stream", True, False or a function of epoch and seed'
             raise ValueError(f"shuffle is {known}, not {shuffle!r}")
-        if tail not in TAILS:
-            raise ValueError(f"tail is one of {', '.join(TAILS)}, not {tail!r}")
+        if tail not in shards.TAILS:
+            raise ValueError(f"tail is one of {', '.join(shards.TAILS)}, not {tail!r}")
         self.shuffle: Shuffle | OrderFunction = shuffle
         self.tail = tail
         self._seed = seed
@@ -85,13 +85,11 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         self._in_step = 0, 0  # samples of all ranks, and ranks, in the latest loop of state.steps
         self._follows = rank is None
         self._sizes: Sequence[int] | None = None
-        self._cursor: Cursor | None = None
+        self._cursor = shards.Cursor(shards.Shards(0, (), range(1), 0, tail), 0)  # of nothing yet
         self._handed_before = 0  # by the cursors before this one
         self._in_hand = 0  # positions of the batch that state.steps has given to its loop
-        self._looping: bool | None = None  # state.steps over the cursor; False: came to its end
-        self._first: int | None = None  # of the latest iteration: how many were trained on before
         self._length_part: Length = "iteration"
-        self._progress: Progress
+        self._progress: shards.Progress
         self._take_length()
         self._shard((range(self.length),), *world_of(rank, world_size), None, step=0)
 
@@ -113,18 +111,26 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         self._follow()
         if self._length_part == "epoch":
             return replace(self._shards, remaining=(range(self.length),)).size
-        if self._length_part == "iteration" and self._first is not None:
-            return self._shards.size - self._first
+        if self._length_part == "iteration" and self._cursor.stage is not shards.Stage.NEW:
+            return self._shards.size - self._cursor.start
         return self._shards.size - self._progress.count - self._in_hand
 
     def __iter__(self) -> Iterator[int]:
         """Go on after what is recorded. A second iterator makes the first one void."""
         self._follow()
-        ended = self._cursor is not None and self._cursor.ended  # what is out may not be recorded
-        if ended and not (self._end_epoch() if self._looping is None else self._looping):
+        if self._is_used_up():
             used_up = f"epoch {self._epoch} has been used up"
             raise UsageError(f"{used_up}: call set_epoch({self._epoch + 1}) before the next")
         return Indices.of(self, self._blocks())
+
+    def _is_used_up(self) -> bool:
+        match self._cursor.stage, self._cursor.counting:
+            case (shards.Stage.OUT, shards.Counting.BY_HAND):
+                return not self._end_epoch()
+            case (shards.Stage.OUT, counting):
+                return counting is shards.Counting.LOOP_ENDED
+            case _:
+                return False
 
     def set_epoch(self, epoch: int) -> None:
         """Begin this epoch; nothing changes if it is the current one, which may be half used.
@@ -151,13 +157,12 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         """
         if self._in_hand:
             raise UsageError("state.steps counts the batches of this loop: leave record() out")
-        self._progress.add(samples_in(batch), self._handed())
+        self._progress.add(samples_in(batch), self._cursor.handed)
 
     @property
     def _handed_out(self) -> int:
         """How many indices all its iterators have handed out; it only grows. For state.steps."""
-        cursor = self._cursor
-        return self._handed_before + (cursor.handed - cursor.start if cursor else 0)
+        return self._handed_before + self._cursor.handed - self._cursor.start
 
     def _number_of_batch(self, count: int) -> int:
         """The number in the epoch of the batch after the one in hand, which has `count` samples.
@@ -177,18 +182,19 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         another epoch. Raises RuntimeError for a batch from before the sampler began anew.
         """
         self._settle()
-        if count > self._handed() - self._progress.count:
+        if count > self._cursor.handed - self._progress.count:
             raise RuntimeError(
                 "the sampler has begun anew since this batch was handed out: loop anew"
             )
         self._warned = True  # nobody forgets to record here
-        self._in_hand, self._looping = count, True
+        self._in_hand = count
+        self._cursor.counting = shards.Counting.IN_LOOP
 
     def _settle(self) -> None:
         """Count the batch in hand, if any, as trained on."""
         count, self._in_hand = self._in_hand, 0
         if count:
-            self._progress.add(count, self._handed())
+            self._progress.add(count, self._cursor.handed)
 
     def _shares_step(self) -> bool:
         """Whether all ranks take part in the step that begins with the batch in hand."""
@@ -207,8 +213,8 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         A rank that takes one step less than others does not see their last one.
         """
         self._settle()
-        self._looping = False
-        if self.tail == "uneven" and self._cursor is not None and self._cursor.ended:
+        self._cursor.counting = shards.Counting.LOOP_ENDED
+        if self.tail == "uneven" and self._cursor.stage is shards.Stage.OUT:
             self._progress.finish()
 
     @contextmanager
@@ -271,7 +277,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         numbers. Raises RuntimeError in the middle of a step, UsageError where agree() is missing.
         """
         remaining = self._remaining()
-        self._warn(self._progress.missed_between_commits(self._handed()))
+        self._warn(self._progress.missed_between_commits(self._cursor.handed))
         return self._state(remaining)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -283,9 +289,9 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
             self._epoch, self._seed = state["epoch"], state["seed"]
             self._take_length()
         mine = self._state(())
-        refuse_other_data(state, {n: mine.get(n) for n in ("shuffle", "length", "order")})
+        shards.refuse_other_data(state, {n: mine.get(n) for n in ("shuffle", "length", "order")})
         self._epoch, self._seed = state["epoch"], state["seed"]
-        remaining = unpack_ranges(state["consumed"], state["skipped"], self.length)
+        remaining = shards.unpack_ranges(state["consumed"], state["skipped"], self.length)
         self._shard(remaining, self.rank, self.world_size, self._sizes, state["step"])
 
     def _handed_state(self) -> dict[str, Any]:
@@ -294,7 +300,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         For a loader that counts for itself what of it was delivered (torchdata).
         """
         self._warned = True  # such a loader needs no record
-        handed, step = self._handed(), self._progress.step
+        handed, step = self._cursor.handed, self._progress.step
         if reason := self._shards.unsettled(handed, step):
             return {"unsettled": reason}
         return self._state(self._shards.remaining_after_own(handed, step))
@@ -322,14 +328,14 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
         """Begin with these shards; step: turns in a step, 0 if not known, None: as before."""
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is not in a world of {world_size}")
-        slots = range(world_size) if sizes is None else slots_of(sizes)
+        slots = range(world_size) if sizes is None else shards.slots_of(sizes)
         self._in_hand = 0
-        self._void_cursor()
         self.rank, self.world_size, self._sizes = rank, world_size, sizes
-        self._shards = Shards(self.length, remaining, slots, rank, self.tail)
+        self._shards = shards.Shards(self.length, remaining, slots, rank, self.tail)
         known = 0 if sizes is None else sizes[rank] // len(self._shards.own_slots)
         before = self._progress.step if step is None else step
-        self._progress = Progress(self._shards, before, known)
+        self._progress = shards.Progress(self._shards, before, known)
+        self._replace_cursor()
 
     def _follow(self) -> None:
         """Shard for the world that torch.distributed has made since, unless one was given here."""
@@ -339,10 +345,8 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
     def _blocks(self) -> Iterator[Iterator[int]]:
         """The indices that are not recorded yet; a new iterator begins with its first index."""
         self._settle()
-        self._void_cursor()
-        self._first = self._progress.count
-        self._cursor = Cursor(self._shards, self._order_of_epoch(), self._first)
-        yield from self._cursor.blocks()
+        self._replace_cursor()
+        yield from self._cursor.blocks(self._order_of_epoch())
 
     def _order_of_epoch(self) -> Order:
         key = self._seed, self._epoch
@@ -375,21 +379,17 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
     def _shuffle_name(self) -> str | bool:
         return "given" if callable(self.shuffle) else self.shuffle
 
-    def _void_cursor(self) -> None:
-        if self._cursor is not None:
-            self._cursor.void = True
-            self._handed_before = self._handed_out
-        self._cursor, self._first, self._looping = None, None, None
-
-    def _handed(self) -> int:
-        return 0 if self._cursor is None else self._cursor.handed
+    def _replace_cursor(self) -> None:
+        self._handed_before = self._handed_out
+        self._cursor.stage = shards.Stage.VOID
+        self._cursor = shards.Cursor(self._shards, self._progress.count)
 
     def _remaining(self) -> tuple[range, ...]:
         self._settle()
         return self._progress.remaining()
 
     def _state(self, remaining: tuple[range, ...]) -> dict[str, Any]:
-        consumed, skipped = pack_ranges(remaining, self.length)
+        consumed, skipped = shards.pack_ranges(remaining, self.length)
         order = {"order": self._digest} if callable(self.shuffle) else {}
         return {
             "epoch": self._epoch,
@@ -404,7 +404,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not read b
 
     def _end_epoch(self) -> bool:
         """Warn if the epoch ends with less recorded than it should, and return whether."""
-        if self._cursor is None or not self._cursor.ended:
+        if self._cursor.stage is not shards.Stage.OUT:
             return False
         self._settle()
         missed = self._progress.missed_in_epoch(self._cursor.start, self._cursor.handed)

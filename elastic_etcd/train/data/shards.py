@@ -9,6 +9,7 @@ Without I/O and randomness.
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from functools import cached_property
 from itertools import accumulate
 from math import gcd
@@ -150,6 +151,23 @@ class Shards:
         return at_end and self.tail == "uneven" and 0 < rest <= min(self.own_slots)
 
 
+class Stage(Enum):
+    """How far a cursor has come: NEW ──> OPEN ──> OUT ──> VOID, which each of them may become."""
+
+    NEW = auto()
+    OPEN = auto()  # hands out
+    OUT = auto()  # all are handed out, and it was asked for more
+    VOID = auto()  # another one has begun, or an epoch, a world
+
+
+class Counting(Enum):
+    """The way in which a cursor's indices are counted as trained on."""
+
+    BY_HAND = auto()  # the script's calls of record()
+    IN_LOOP = auto()  # a loop of state.steps, which runs or was left before its end
+    LOOP_ENDED = auto()
+
+
 class Cursor:
     """Hands out one rank's shard, from its `start`-th position on, as indices of the data set.
 
@@ -157,11 +175,10 @@ class Cursor:
     index.
     """
 
-    def __init__(self, shards: Shards, order: Order, start: int) -> None:
+    def __init__(self, shards: Shards, start: int) -> None:
         self.start = start
-        self.ended = False  # all are handed out, and it was asked for more
-        self.void = False
-        self._shards, self._order, self._made = shards, order, start
+        self.stage, self.counting = Stage.NEW, Counting.BY_HAND
+        self._shards, self._made = shards, start
         self._block: Iterator[int] = iter(())  # what remains of the block made last
 
     @property
@@ -169,18 +186,19 @@ class Cursor:
         """How many positions of the shard are handed out, those before `start` included."""
         return self._made - length_hint(self._block)
 
-    def blocks(self) -> Iterator[Iterator[int]]:
-        """The indices, in blocks. Raises RuntimeError once `void` is set."""
+    def blocks(self, order: Order) -> Iterator[Iterator[int]]:
+        """The indices, in blocks. Raises RuntimeError once it is VOID."""
+        self.stage = Stage.OPEN
         size = _FIRST_BLOCK
-        while self._made < self._shards.size and not self.void:
+        while self._made < self._shards.size and self.stage is not Stage.VOID:
             stop = min(self._made + size, self._shards.size)
-            self._block = iter(self._order(self._shards.positions(self._made, stop)).tolist())
+            self._block = iter(order(self._shards.positions(self._made, stop)).tolist())
             self._made = stop
             yield self._block
             size = _BLOCK
-        if self.void:
+        if self.stage is Stage.VOID:
             raise RuntimeError("this iterator is void: the sampler has begun anew since")
-        self.ended = True
+        self.stage = Stage.OUT
 
 
 class Progress:

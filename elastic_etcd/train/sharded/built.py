@@ -34,10 +34,9 @@ from elastic_etcd.train.sharded.durable_saves import DurableSaves, Part
 from elastic_etcd.train.sharded.piece_store import Batched, PieceStore, shards_in
 from elastic_etcd.train.state import files
 from elastic_etcd.train.state.encoding import DTYPES
-from elastic_etcd.train.state.free_memory import shortage_of
 from elastic_etcd.train.state.snapshot_format import Version
 from elastic_etcd.train.state.snapshot_memfds import StateSnapshot, scratch_memfd
-from elastic_etcd.train.state.snapshot_store import Snapshots
+from elastic_etcd.train.state.snapshot_store import Snapshots, shortage_of
 
 
 class BuildWorld(NamedTuple):

@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from elastic_etcd.errors import MalformedState
 from elastic_etcd.protocol import activity
-from elastic_etcd.protocol.activity import Doing
 from elastic_etcd.train.agent_channel import agent
 from elastic_etcd.train.collectives import gather, gather_json, generation, rank_and_size
 from elastic_etcd.train.sharded import checkpoint_directory as directory
@@ -122,7 +121,7 @@ class DurableSaves:
         if not dist.is_initialized():  # the training has ended it already
             return {}
         save.awaited = True
-        with activity.during(Doing.SAVE):
+        with activity.during(activity.Doing.SAVE):
             texts = gather_json(_text(save.part.exception()))
             if any(texts):
                 save.give_up.set()

@@ -19,7 +19,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from elastic_etcd.errors import MalformedState, PiecesLost, WrongHere
-from elastic_etcd.protocol import activity
 from elastic_etcd.system.kernel import populate
 from elastic_etcd.train.agent_channel import agent
 from elastic_etcd.train.collectives import copies, gather, gather_json, generation, rank_and_size
@@ -37,16 +36,14 @@ from elastic_etcd.train.sharded.pieces import (
     Piece,
     Place,
     Transfer,
-    fewest_nodes,
     partners,
     transfers,
 )
 from elastic_etcd.train.state.encoding import DTYPES
-from elastic_etcd.train.state.free_memory import shortage_of
 from elastic_etcd.train.state.snapshot_bytes import TensorSlice
 from elastic_etcd.train.state.snapshot_format import Draft, Header, Version
 from elastic_etcd.train.state.snapshot_memfds import Memfd, StateSnapshot
-from elastic_etcd.train.state.snapshot_store import Snapshots, keep_memfd
+from elastic_etcd.train.state.snapshot_store import Snapshots, keep_memfd, shortage_of
 from elastic_etcd.train.state.sync import BUCKET
 from elastic_etcd.train.sync_point import lose
 
@@ -66,7 +63,6 @@ class PieceStore:
         self._places: tuple[int, list[list[int]]] | None = None  # of the plan, and its generation
         self._plan: list[list[int]] = []  # the ranks that keep copies of each rank's pieces
         self._sizes: dict[int, int] = {}  # of the copies that this rank keeps, by their ranks
-        self._nodes = 0  # that have each piece then
         self._names: list[str] = []  # that the agent keeps
         weakref.finalize(self, Snapshots.let_go, self._names).atexit = False
         self._own = self._pair("own")
@@ -108,7 +104,6 @@ class PieceStore:
         snapshot = memfd.set(draft.write(memfd.body(draft.size)))
         self._keep_copies(snapshot, self._plan[rank], targets)
         gather([1])
-        activity.keep_copies(self._nodes)
 
     def load(
         self,
@@ -136,11 +131,6 @@ class PieceStore:
                 f"a part of {error.args[0]} was on nodes that are gone, more of them at once than "
                 f"there were other copies (--copies {self._copies})"
             ) from None
-        having: dict[Piece, set[int]] = {}
-        for holder in holders:
-            for piece in holder.pieces:
-                having.setdefault(piece, set()).add(holder.node)
-        activity.keep_copies(min(map(len, having.values()), default=0))
         dtypes = {name: DTYPES[dtype] for name, (dtype, _) in names.items()}
         there = {
             piece: memory_for(piece.name, models[piece.name], dtypes[piece.name]) for piece in needs
@@ -213,7 +203,6 @@ class PieceStore:
         rank, _ = rank_and_size(launched=False)
         places = [Place(node, label, table, bool(leaves)) for _, node, label, table, leaves in rows]
         self._plan = partners(places, self._copies)
-        self._nodes = fewest_nodes(places, self._plan)
         self._sizes = {each: rows[each][0] for each, to in enumerate(self._plan) if rank in to}
         while len(self._kept) < len(self._sizes):
             self._kept.append(self._pair(f"copy{len(self._kept)}"))

@@ -155,14 +155,6 @@ def partners(places: Sequence[Place], copies: int) -> list[list[int]]:
     return found
 
 
-def fewest_nodes(places: Sequence[Place], plan: Sequence[Sequence[int]]) -> int:
-    """How many of the nodes that stay have each piece, at least, once that plan is carried out."""
-    having = _nodes_by_table(places)
-    for place, to in zip(places, plan, strict=True):
-        having[place.table] |= {places[rank].node for rank in to}
-    return min(map(len, having.values()))
-
-
 def _nodes_by_table(places: Sequence[Place]) -> dict[int, set[int]]:
     """The nodes that have the pieces of each table, and stay."""
     found: dict[int, set[int]] = {place.table: set() for place in places}

@@ -21,7 +21,6 @@ import torch
 
 from elastic_etcd.errors import PiecesLost, UsageError
 from elastic_etcd.protocol import activity
-from elastic_etcd.protocol.activity import Doing
 from elastic_etcd.train import sync_point
 from elastic_etcd.train.collectives import World, generation, rank_and_size
 from elastic_etcd.train.data.iterable import ElasticIterable
@@ -177,7 +176,7 @@ class ElasticState:
                     value.agree()
             last = self._snapshots.version() or _version(0, secrets.randbits(62))
             version = _version(last.counter + 1, last.lineage)
-            with activity.during(Doing.COMMIT):
+            with activity.during(activity.Doing.COMMIT):
                 shards: dict[str, Any] = {}
                 saved = self._save_values(shards)
                 with without_modes():
@@ -315,7 +314,7 @@ class ElasticState:
         if keep < 1:
             raise UsageError(f"save(keep={keep}): at least 1")
         if self._built:
-            with activity.during(Doing.SAVE):
+            with activity.during(activity.Doing.SAVE):
                 self._built.save(
                     *(Path(path).absolute(), self._snapshots, self._values),
                     allow_pickle=self._allow_pickle,
@@ -328,7 +327,7 @@ class ElasticState:
             return
         name, now = os.fspath(path), time.monotonic()
         if now - self._saved_at.get(name, float("-inf")) >= every:
-            with activity.during(Doing.SAVE):
+            with activity.during(activity.Doing.SAVE):
                 self._snapshots.save(path, wait=wait, keep=keep)
             self._saved_at[name] = now
 

@@ -18,12 +18,13 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
-from elastic_etcd.errors import EtcdUnreachable, StaleGeneration, UsageError
+from elastic_etcd.core.words import shown
+from elastic_etcd.errors import EtcdUnreachable, StaleGeneration, UsageError, WrongHere
+from elastic_etcd.system.limits import free_memory
 from elastic_etcd.system.memfds import new_memfd
 from elastic_etcd.times import COPY_PATIENCE
 from elastic_etcd.train.agent_channel import Channel, agent
 from elastic_etcd.train.state import files
-from elastic_etcd.train.state.free_memory import check_memory, shortage_of
 from elastic_etcd.train.state.snapshot_format import Draft, Header, Version
 from elastic_etcd.train.state.snapshot_memfds import (
     HEADER,
@@ -210,7 +211,7 @@ class Snapshots:
             memfd.clear(size)
             return memfd
         with self.growing():
-            check_memory(size, sum(max(0, size - each.capacity) for each in pair))
+            _check_memory(size, sum(max(0, size - each.capacity) for each in pair))
             memfd.clear(size)
         return memfd
 
@@ -360,3 +361,22 @@ def _shared_memfd(channel: Channel, name: str) -> int:
         return channel.share(name, fd)
     finally:
         os.close(fd)
+
+
+def _check_memory(size: int, lacking: int) -> None:
+    """Raise UsageError, with the figures, when `lacking` more bytes for two snapshots are not free.
+
+    size: of one snapshot, in bytes.
+    """
+    if shortage := shortage_of(lacking):
+        two = f"a snapshot of this state takes {shown(size)}, and there are two of them"
+        raise WrongHere(f"{two}: {shortage}. Give this node more, or keep less in the state")
+
+
+def shortage_of(size: int) -> str:
+    """The figures, if so many bytes are not free; "" if they are."""
+    free = free_memory()
+    if size <= free.size:
+        return ""
+    needed = f"{shown(size)} more of host memory are needed"
+    return f"{needed}, {shown(free.size)} of {free.of} are free"
