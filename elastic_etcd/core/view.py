@@ -16,7 +16,6 @@ from msgspec.structs import replace
 
 from elastic_etcd.core.schema import (
     VERSION,
-    Checked,
     Divergence,
     Hang,
     Keys,
@@ -34,6 +33,7 @@ from elastic_etcd.core.schema import (
     Spec,
     StepTime,
     Stragglers,
+    Unfit,
     Value,
     Watched,
     decimal,
@@ -97,7 +97,7 @@ class View(Struct, frozen=True):
     divergence: Divergence | None = None
     steps: tuple[NodeSteps, ...] = ()  # of the generation that trains
     step_times: tuple[StepTime, ...] = ()  # of whatever generation each is
-    unfit: tuple[Checked, ...] = ()  # nodes that were kept out lately
+    unfit: tuple[Unfit, ...] = ()  # nodes that were kept out lately
     history: tuple[tuple[int, str], ...] = ()
     acked: tuple[int, ...] = ()
     reported: tuple[int, ...] = ()
@@ -218,8 +218,8 @@ def _with_parts(view: View, kvs: Mapping[str, KeyValue], keys: Keys, bad: list[s
     steps, _ = _read_all(NodeSteps, found["steps"].get(view.trains, []), bad)
     times = [kv for key, kv in kvs.items() if key.startswith(keys.step_times)]
     step_times, _ = _read_all(StepTime, times, bad)
-    before = [kv for key, kv in kvs.items() if key.startswith(keys.preflight)]
-    checked, _ = _read_all(Checked, before, bad)
+    kept_out = [kv for key, kv in kvs.items() if key.startswith(keys.unfit)]
+    unfit, _ = _read_all(Unfit, kept_out, bad)
     acks, no_acks = _read_all(Ready, ready, bad)
     reports, no_reports = _read_all(Report, found["reports"].get(view.last, []), bad)
     awaited = {Phase.JOINABLE: no_acks, Phase.FINAL: no_reports}  # in other phases nobody waits
@@ -234,7 +234,7 @@ def _with_parts(view: View, kvs: Mapping[str, KeyValue], keys: Keys, bad: list[s
         steps=tuple(sorted(steps, key=_BY_LEASE)),
         stepped=tuple(sorted(found["steps"])),
         step_times=tuple(sorted(step_times, key=_BY_LEASE)),
-        unfit=tuple(sorted((c for c in checked if c.unfit), key=attrgetter("node"))),
+        unfit=tuple(sorted(unfit, key=attrgetter("node"))),
         divergence=_value(Divergence, kvs.get(keys.divergence), bad),
         unread=tuple(sorted(awaited.get(now.phase, []))) if now else (),
     )
