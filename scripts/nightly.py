@@ -84,7 +84,7 @@ PARTS = {
         5,
         tuple(f"scripts/bench {each}" for each in BENCHMARKS),
     ),
-    "packaging": Part("the wheel, the oldest and newest requirements, a notebook, the site", 3),
+    "packaging": Part("the set-up, the wheel, the oldest and newest requirements, a notebook", 6),
     "chromium": Part("the live page and the site in a browser", 1),
     "kubernetes": Part("pods made of namespaces; manifests, the chart, what kustomize makes", 1),
     "control-plane": Part("a real API server and Job controller of Kubernetes, built at first", 2),
