@@ -1,6 +1,7 @@
 """What `elastic-etcd check` says of what a node lets its workers use, and of its link."""
 
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -48,7 +49,7 @@ def test_too_few_processes_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_too_few_descriptors_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_checks.resource, "getrlimit", lambda _: (300, 300))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (300, 300))
     assert faults(1) == []
     assert faults(4) == ["300 are allowed, 384 are asked for, for 4 workers: see ulimit -n"]
 
