@@ -8,7 +8,7 @@ from argparse import ArgumentParser
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from elastic_etcd.system.standard_streams import open_standard_streams
+from elastic_etcd.system.startup import open_standard_streams
 from elastic_etcd.version import __version__
 
 if TYPE_CHECKING:

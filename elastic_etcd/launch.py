@@ -32,8 +32,7 @@ from elastic_etcd.cli.parsers import shown
 from elastic_etcd.core.schema import Limits
 from elastic_etcd.errors import ElasticEtcdError, UsageError
 from elastic_etcd.system import kernel
-from elastic_etcd.system.init import be_init
-from elastic_etcd.system.standard_streams import open_standard_streams
+from elastic_etcd.system.startup import be_init, open_standard_streams, reset_signals
 from elastic_etcd.times import GRACE_LEAVE, STOP_PATIENCE
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ def main(
     `remarks` are logged before those that the flags give rise to.
     """
     open_standard_streams()
-    kernel.reset_signals()
+    reset_signals()
     be_init()
     try:
         return run(sys.argv[1:] if argv is None else argv, os.environ, prog, remarks=remarks)
@@ -92,6 +91,7 @@ def run(
     args = _arguments(argv, env, prog)
     config = _config(args, env)
     set_up_logging(config)
+    kernel.raise_descriptor_limit()
     kernel.check()
     _import_asyncio()
     from elastic_etcd.system.signals import ending_the_start  # noqa: PLC0415 - it needs asyncio

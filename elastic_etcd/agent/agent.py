@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from elastic_etcd.agent.address import Reached
 from elastic_etcd.agent.config import AgentConfig
-from elastic_etcd.agent.directories import Directory, memory_directory, own_directory
+from elastic_etcd.agent.directories import memory_directory, own_directory
 from elastic_etcd.agent.environment import check_devices, forget_another_agents
 from elastic_etcd.agent.followers.divergence_watch import DivergenceWatch
 from elastic_etcd.agent.followers.hang_watch import HangWatch
@@ -39,7 +39,7 @@ from elastic_etcd.agent.membership import Membership
 from elastic_etcd.agent.output.logs import LogHandler, Logs
 from elastic_etcd.agent.timer import Timer
 from elastic_etcd.agent.workers import Workers
-from elastic_etcd.core import lifecycle, requests
+from elastic_etcd.core import invariants, lifecycle, requests
 from elastic_etcd.core.lifecycle import (
     Action,
     Ending,
@@ -148,8 +148,8 @@ class Resources(NamedTuple):
     client: Client
     guardian: Guardian
     embedded: "EmbeddedEtcd | None"  # where no other etcd was given
-    memory: Directory | None  # the node's for checkpoints, if it has one
-    folder: Directory  # for its socket
+    memory: str  # the node's directory for checkpoints; "" if it has none
+    folder: str  # one for a pipe of timers; "" likewise
 
 
 async def _run_agent(
@@ -208,28 +208,31 @@ async def _open_resources(
     watchdog = await scope.enter_async_context(Watchdog(config.lease_ttl))
     if metrics:
         metrics.watch(watchdog)
-    folder = own_directory()
-    scope.callback(folder.remove)
+    folder = own_directory() if config.etcd is None or config.timer_file == "" else None
+    if folder:
+        scope.callback(folder.remove)
     etcd, embedded = config.etcd, None
     if etcd is None:
         from elastic_etcd.etcd.embedded import EmbeddedEtcd  # noqa: PLC0415 - only without --etcd
 
+        assert folder is not None
         private = config.limits.max_nodes == 1
         embedded = await scope.enter_async_context(EmbeddedEtcd(folder.path, private=private))
         etcd = EtcdConfig((embedded.endpoint,))
     _tell_start(config, etcd, embedded)
     memory = memory_directory(config.memory_dir)
-    paths = [directory.path for directory in (memory, folder) if directory]
-    paths.append(logs.to_be_removed)
+    paths = [directory.path if directory else "" for directory in (memory, folder)]
     fields = {"job": config.job, "node": config.node} if config.log_format == "json" else None
-    guardian = Guardian(etcd, str(Mark.own(config.node, config.job)), *paths, log_fields=fields)
+    guardian = Guardian(
+        etcd, str(Mark.own(config.node, config.job)), *paths, logs.to_be_removed, log_fields=fields
+    )
     guardian.start()
     scope.callback(guardian.dismiss)
     if memory:  # before that: else nobody would, if this were killed now
         scope.callback(memory.remove)
     on_answer = metrics.requests.observe if metrics else None
     client = await scope.enter_async_context(Client(etcd, on_answer))
-    return Resources(logs, client, guardian, embedded, memory, folder)
+    return Resources(logs, client, guardian, embedded, *paths)
 
 
 async def _check_before_joining(client: Client, config: AgentConfig) -> None:
@@ -423,6 +426,9 @@ class Agent:
         before, now = self._state, self._loop.time()
         step = self._recorder.record(before, now, event)
         self._state, step.actions = lifecycle.step(before, event, now)
+        if log.isEnabledFor(logging.DEBUG):
+            broken = invariants.violated(self._state, step.actions)
+            assert not broken, broken
         if isinstance(event, LeaseLost) and self._state.life is not Life.UNLISTED:
             log.warning("the lease is lost: %s", event.reason)
         if self._state.local.leaving and not before.local.leaving:

@@ -1,4 +1,8 @@
-"""The agent's end of the channel to its workers: a Unix socket in the agent's own directory.
+"""The agent's end of the channel to its workers: a Unix socket with an abstract name.
+
+Such a name is in no file system, so nobody can remove it. It is a network namespace's, which hosts
+and containers may share, so it is drawn at random, and who may call is asked of the kernel: this
+user, in this agent's process namespace or one below it.
 
 No call blocks, and nothing that a worker sends is trusted, since it runs its user's code. A worker
 that sends what it must not, sends too much or does not read loses its connection, with a warning,
@@ -11,38 +15,12 @@ import errno
 import logging
 import os
 import socket
-import struct
 from collections import deque
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 
-from elastic_etcd.agent.directories import LOOK, leads_to
 from elastic_etcd.agent.timer import Timer
-from elastic_etcd.protocol.messages import (
-    LONGEST,
-    VERSION,
-    AskCurrent,
-    AskLeaving,
-    Current,
-    Disconnected,
-    Drop,
-    FromAgent,
-    FromWorker,
-    Hello,
-    Keep,
-    Kept,
-    Leaving,
-    NextWorld,
-    Recall,
-    Recalled,
-    Share,
-    Welcome,
-    encode,
-    from_worker,
-)
-from elastic_etcd.protocol.packets import receive
-from elastic_etcd.system.threads import in_thread
+from elastic_etcd.protocol import messages
+from elastic_etcd.protocol.packets import address_of, peer_of, receive
 
 _WORKERS = 1024  # connections
 _NAMES = 128  # that one worker may have us keep: copies of the pieces of many ranks, for one
@@ -51,7 +29,6 @@ _UNREAD = 1 << 18  # bytes that a worker may leave unread
 _DESCRIPTOR = 1 << 12  # and a descriptor counts for so many: a process may have few of them
 _QUESTIONS = 16  # without an answer so far
 _ACCEPT_AGAIN = 1.0
-_UCRED = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +40,7 @@ class ChannelServer:
     Disconnected() of each worker that had said hello; it is called from the event loop.
     """
 
-    def __init__(self, take: Callable[["WorkerChannel", FromWorker | Disconnected], None]) -> None:
+    def __init__(self, take: Callable[["WorkerChannel", messages.Heard], None]) -> None:
         self.take = take
         # Descriptors, which outlive the workers that gave them: of one local rank, or of all.
         self.kept: dict[tuple[int, str], int] = {}
@@ -72,58 +49,29 @@ class ChannelServer:
         self.channels: set[WorkerChannel] = set()
         self.leaving = False  # whether this node is to leave
         self.reason = ""  # why the present generation was begun
-        self.path = ""  # of the socket
-        self.held = ""  # another one, which holds also when that is removed
-        self._file = -1
+        self.name = ""  # of the socket
         self._socket: socket.socket | None = None
         self._again = Timer()
 
-    def open(self, folder: str) -> str:
-        """Listen in a directory that only this user can reach; the path. Raises OSError."""
-        self.path = f"{folder}/agent"
-        sock, self._file = self._bind()
-        self.held = f"/proc/{os.getpid()}/fd/{self._file}"
-        self._listen(sock)
-        return self.path
-
-    async def renew(self) -> None:
-        """Listen anew, at the same path, if somebody has removed the socket. Raises OSError."""
-        if await in_thread(partial(leads_to, self.path, self._file), LOOK):
-            return
-        sock, file = await in_thread(self._bind, LOOK)
-        os.dup2(file, self._file, inheritable=False)
-        os.close(file)
-        self._stop_listening()
-        self._listen(sock)
-
-    def _bind(self) -> tuple[socket.socket, int]:
-        """A socket at `path`, and a descriptor of that file. In any thread."""
-        Path(self.path).unlink(missing_ok=True)
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        sock.setblocking(False)
-        sock.bind(self.path)
-        sock.listen(_WORKERS)
-        return sock, os.open(self.path, os.O_PATH)
-
-    def _listen(self, sock: socket.socket) -> None:
-        self._socket = sock
-        asyncio.get_running_loop().add_reader(sock, self._accept)
-
-    def _stop_listening(self) -> None:
-        self._again.cancel()
-        if self._socket:
-            asyncio.get_running_loop().remove_reader(self._socket)
-            self._socket.close()
-            self._socket = None
+    def open(self) -> str:
+        """Listen at a name of its own, which is returned. Raises OSError."""
+        self.name = f"@elastic_etcd-{os.urandom(16).hex()}"
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.setblocking(False)
+        self._socket.bind(address_of(self.name))
+        self._socket.listen(_WORKERS)
+        asyncio.get_running_loop().add_reader(self._socket, self._accept)
+        return self.name
 
     def close(self) -> None:
         """Hang up on everybody, and let go of what was kept."""
         for channel in tuple(self.channels):
             channel.close()
-        self._stop_listening()
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        self._again.cancel()
+        if self._socket:
+            asyncio.get_running_loop().remove_reader(self._socket)
+            self._socket.close()
+            self._socket = None
         for fd in (*self.kept.values(), *self.shared.values()):
             os.close(fd)
         self.kept.clear()
@@ -179,9 +127,10 @@ class ChannelServer:
             loop.remove_reader(self._socket)
             self._again.start(_ACCEPT_AGAIN, loop.add_reader, self._socket, self._accept)
             return
-        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-        pid, uid, _ = _UCRED.unpack(credentials)
+        pid, uid = peer_of(sock)
         why = "too many have called" if len(self.channels) >= _WORKERS else ""
+        if not pid:
+            why = "it is in another container"
         if uid != os.geteuid():
             why = f"it is user {uid}"
         if why:
@@ -209,16 +158,16 @@ class WorkerChannel:
         sock.setblocking(False)
         asyncio.get_running_loop().add_reader(sock, self._readable)
 
-    def send(self, message: FromAgent, fd: int = -1) -> bool:
+    def send(self, message: messages.FromAgent, fd: int = -1) -> bool:
         """Send it, or queue it; False when the worker is gone. Never blocks; `fd` stays ours."""
         if self._closed:
             return False
-        if isinstance(message, NextWorld):
+        if isinstance(message, messages.NextWorld):
             self.generation = message.generation
-        elif isinstance(message, Current):
+        elif isinstance(message, messages.Current):
             self._questions.discard(message.id)
         try:
-            self._unsent.append((encode(message), os.dup(fd) if fd >= 0 else -1))
+            self._unsent.append((messages.encode(message), os.dup(fd) if fd >= 0 else -1))
         except (OSError, ValueError) as error:
             self._drop(f"nothing can be handed to it: {error}")
         if len(self._unsent) == 1:
@@ -251,7 +200,7 @@ class WorkerChannel:
         if not self._closed:
             self.close()
             if self._greeted:
-                self._server.take(self, Disconnected())
+                self._server.take(self, messages.Disconnected())
 
     def _readable(self) -> None:
         try:
@@ -268,48 +217,48 @@ class WorkerChannel:
             return
         try:
             _check_whole(flags)
-            self._hear(from_worker(packet), fds)
+            self._hear(messages.from_worker(packet), fds)
         except ValueError as error:
             self._drop(f"malformed: {error}")
         finally:
             _close_all(fds)
 
-    def _hear(self, message: FromWorker, fds: list[int]) -> None:
+    def _hear(self, message: messages.FromWorker, fds: list[int]) -> None:
         """Take a message and its descriptor, which is taken out of `fds`."""
-        if isinstance(message, Hello) == self._greeted:
+        if isinstance(message, messages.Hello) == self._greeted:
             raise ValueError("hello comes first, and once")
-        if fds and not isinstance(message, Keep | Share):
+        if fds and not isinstance(message, messages.Keep | messages.Share):
             raise ValueError("a descriptor without a keep or share")
         match message:
-            case Hello():
+            case messages.Hello():
                 self._greet(message)
-            case Keep(number, name):
+            case messages.Keep(number, name):
                 self._server.keep(self.local_rank, name, _one(fds, "a keep"))
-                self.send(Kept(number, name))
-            case Share(number, name):
+                self.send(messages.Kept(number, name))
+            case messages.Share(number, name):
                 fd = self._server.share(self.local_rank, name, _one(fds, "a share"))
-                self.send(Recalled(number, name, found=True), fd)
-            case Drop(name):
+                self.send(messages.Recalled(number, name, found=True), fd)
+            case messages.Drop(name):
                 self._server.drop(self.local_rank, name)
-            case Recall(number, name):
+            case messages.Recall(number, name):
                 fd = self._server.kept.get((self.local_rank, name), -1)
-                self.send(Recalled(number, name, found=fd >= 0), fd)
-            case AskCurrent(number):
+                self.send(messages.Recalled(number, name, found=fd >= 0), fd)
+            case messages.AskCurrent(number):
                 self._questions.add(number)
                 if len(self._questions) > _QUESTIONS:
                     raise ValueError("too many questions at once")
                 self._server.take(self, message)
-            case AskLeaving(number):
-                self.send(Leaving(number, self._server.leaving))
+            case messages.AskLeaving(number):
+                self.send(messages.Leaving(number, self._server.leaving))
             case _:
                 self._server.take(self, message)
 
-    def _greet(self, hello: Hello) -> None:
-        if hello.v != VERSION:
-            raise ValueError(f"it speaks version {hello.v}, this agent {VERSION}")
+    def _greet(self, hello: messages.Hello) -> None:
+        if hello.v != messages.VERSION:
+            raise ValueError(f"it speaks version {hello.v}, this agent {messages.VERSION}")
         self.local_rank, self.generation = hello.local_rank, hello.generation
         self._greeted = True
-        self.send(Welcome(VERSION, self._server.reason))
+        self.send(messages.Welcome(messages.VERSION, self._server.reason))
 
     def _write_packets(self) -> None:
         while self._unsent and not self._closed:
@@ -338,7 +287,7 @@ class WorkerChannel:
 def _check_whole(flags: int) -> None:
     """Raise ValueError for a packet that was cut."""
     if flags & socket.MSG_TRUNC:
-        raise ValueError(f"more than {LONGEST} bytes at once")
+        raise ValueError(f"more than {messages.LONGEST} bytes at once")
     if flags & socket.MSG_CTRUNC:
         raise ValueError("too many descriptors at once")
 

@@ -1,4 +1,4 @@
-"""The agent's directories: one in memory, for checkpoints, and one for its socket and its etcd.
+"""The agent's directories: one in memory, for checkpoints, and another if it needs one.
 
 They outlive the workers, and not the agent. It removes them at its end, and its guardian does if
 the agent is killed. Beyond both, the agent holds a lock on each that the kernel lets go of at its
@@ -6,8 +6,8 @@ end, in whatever container that ran: the next agent here that gets the lock know
 the directory any more. Another machine's locks may not be seen on a shared file system, so a
 directory's name says on which machine it was made, and since which start of that.
 
-Others may remove a directory while its agent lives: a cleaner of temporary files, the end of
-another job of this user. It is then made anew by the same path.
+The lock is shared, so that workers can hold one as well: a directory that others have removed, as a
+cleaner does, is made anew by the worker that needs it next.
 """
 
 import fcntl
@@ -28,20 +28,20 @@ Made = TypeVar("Made")
 
 _MEMORY, _OWN = "elastic_etcd_memory-", "elastic_etcd_agent-"
 LOOK = 1.0  # seconds for any call about these paths, which may be on a disk that stands still
-_LONGEST = 50  # bytes of TMPDIR: a Unix socket's address has 107
 
 log = logging.getLogger(__name__)
 
 
 class Directory:
-    """A directory below `parent` that this agent alone uses. Raises OSError where none can be."""
+    """A directory below `parent` that this agent uses. Raises OSError where none can be made."""
 
     def __init__(self, parent: str, prefix: str) -> None:
-        self._lock = -1
-        while not self._is_there():
+        self.path, self._lock = "", -1
+        while self._lock < 0 or not leads_to(self.path, self._lock):
+            self._release()
             self.path = tempfile.mkdtemp(prefix=prefix, dir=parent)
             try:
-                self._hold(_locked(self.path))
+                self._lock = locked(self.path, fcntl.LOCK_SH)
                 _checked(self.path)
             except (FileNotFoundError, BlockingIOError):
                 continue  # an agent that begins took it for one that was left
@@ -49,27 +49,15 @@ class Directory:
                 self.remove()
                 raise
 
-    def renew(self) -> None:
-        """Make it anew, by the same path, if somebody has removed it. Raises OSError."""
-        if self._is_there():
-            return
-        with suppress(FileExistsError):  # one of the workers has made it
-            Path(self.path).mkdir(0o700, parents=True)
-        self._hold(_locked(self.path))
-        log.warning("somebody has removed %s (a cleaner?); it is made anew, empty", self.path)
-
     def remove(self) -> None:
         """Remove it with all that is in it."""
         shutil.rmtree(self.path, ignore_errors=True)
-        self._hold(-1)
+        self._release()
 
-    def _hold(self, lock: int) -> None:
+    def _release(self) -> None:
         if self._lock >= 0:
             os.close(self._lock)
-        self._lock = lock
-
-    def _is_there(self) -> bool:
-        return self._lock >= 0 and leads_to(self.path, self._lock)
+        self._lock = -1
 
 
 def leads_to(path: str, fd: int) -> bool:
@@ -90,13 +78,12 @@ def memory_directory(parent: str) -> Directory | None:
 
 
 def own_directory() -> Directory:
-    """Make one for all else of an agent. Raises UsageError.
+    """Make one for an etcd of the agent's own, or for a pipe. Raises UsageError.
 
-    It is below TMPDIR, or elsewhere if that is too long for a socket's path or can't be used.
+    It is below TMPDIR, or elsewhere if that can't be used.
     """
     places = (tempfile.gettempdir(), "/tmp", *_in_memory())  # noqa: S108 - mkdtemp is used
-    short = [path for path in places if len(os.fsencode(path)) <= _LONGEST]
-    return _first(short, partial(_directory, prefix=_OWN))
+    return _first(places, partial(_directory, prefix=_OWN))
 
 
 def _directory(parent: str, prefix: str) -> Directory:
@@ -130,7 +117,7 @@ def _first(places: Iterable[str], make: Callable[[str], Made]) -> Made:
             refused.append(f"{path}: {error.strerror}")
     raise UsageError(
         f"no directory for temporary files: {', '.join(refused)}.\nSet TMPDIR to one that this "
-        f"user may write to, of at most {_LONGEST} bytes; in a container mount a tmpfs at /tmp"
+        "user may write to; in a container mount a tmpfs at /tmp"
     )
 
 
@@ -156,16 +143,17 @@ def _boot() -> str:
     return text.replace("-", "")[:16]
 
 
-def _locked(path: str | Path) -> int:
-    """A descriptor that has the lock of this directory.
+def locked(path: str | Path, kind: int) -> int:
+    """A descriptor that has the lock of this directory, LOCK_SH or LOCK_EX.
 
-    Raises OSError: BlockingIOError if it is somebody's, PermissionError if it is another user's.
+    Raises OSError: BlockingIOError if somebody has another kind, PermissionError if the
+    directory is another user's.
     """
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         if os.fstat(fd).st_uid != os.geteuid():
             raise PermissionError(f"{path} is another user's")
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except OSError:
         os.close(fd)
         raise
@@ -179,7 +167,7 @@ def _remove_former(parent: Path, prefix: str) -> None:
         return
     for path in former:
         with suppress(OSError):  # somebody's, or gone meanwhile
-            lock = _locked(path)
+            lock = locked(path, fcntl.LOCK_EX)
             log.info("removing what a dead agent left: %s", path)
             shutil.rmtree(path, ignore_errors=True)
             os.close(lock)

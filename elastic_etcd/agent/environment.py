@@ -58,7 +58,6 @@ def worker_env(
     error_file: str,
     interface: str = "",  # which has this node's address for the others; "" is not known
     socket: str = "",  # at which it finds the agent (docs/contributing/channel.md)
-    held_socket: str = "",  # the same where that path has been removed
     activity: str = "",  # where it says what it does (protocol/activity.py)
     mark: str = "",  # by which what it leaves behind is found (system/leftovers.py)
     memory: str = "",  # its node's directory for checkpoints
@@ -93,12 +92,10 @@ def worker_env(
         TORCHELASTIC_USE_AGENT_STORE="True",
         TORCHELASTIC_ERROR_FILE=error_file,
         TORCHELASTIC_SIGNALS_TO_HANDLE=",".join(number.name for number in config.signals),
-        ELASTIC_ETCD_JOB=config.job,
         ELASTIC_ETCD_GENERATION=str(now.generation),
         ELASTIC_ETCD_NODE=config.node,
         ELASTIC_ETCD_LOCAL_RANK=str(local_rank),  # also where LOCAL_RANK is made 0
         ELASTIC_ETCD_SOCKET=socket,
-        ELASTIC_ETCD_HELD_SOCKET=held_socket,
         ELASTIC_ETCD_ACTIVITY=activity,
         ELASTIC_ETCD_MEMORY=memory,
         ELASTIC_ETCD_COMPARE_EVERY=limits.compare_every,

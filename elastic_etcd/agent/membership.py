@@ -13,41 +13,13 @@ from typing import TYPE_CHECKING, Self
 
 from msgspec import UNSET, structs
 
+from elastic_etcd import times
 from elastic_etcd.agent.address import Reached, own_address
 from elastic_etcd.agent.config import AgentConfig
 from elastic_etcd.agent.guardian import Guardian
 from elastic_etcd.agent.inbox import FatalError, MirrorChanged, Tasks
-from elastic_etcd.core import requests, writes
-from elastic_etcd.core.lifecycle import (
-    CUT_OFF,
-    Answered,
-    Event,
-    Fatal,
-    Joined,
-    LeaseLost,
-    Outdated,
-    Over,
-    Relisted,
-    Silent,
-    State,
-    Write,
-    WriteDone,
-)
+from elastic_etcd.core import lifecycle, requests, schema, writes
 from elastic_etcd.core.rules import may_still_save
-from elastic_etcd.core.schema import (
-    Drain,
-    History,
-    Keys,
-    Labels,
-    Limits,
-    Master,
-    Member,
-    Outcome,
-    Phase,
-    Spec,
-    Spent,
-    decode,
-)
 from elastic_etcd.core.txn import Get, Snapshot, Txn
 from elastic_etcd.core.view import Coverage, Everything, Narrow, View, covered, view_of
 from elastic_etcd.errors import ElasticEtcdError, EtcdError, EtcdUnreachable, UsageError
@@ -58,18 +30,6 @@ from elastic_etcd.etcd.mirror import Mirror, first
 from elastic_etcd.etcd.retry import boottime, now
 from elastic_etcd.etcd.session import Session
 from elastic_etcd.system.kernel import NO_DESCRIPTOR, OPEN_AGAIN
-from elastic_etcd.times import (
-    ATTEMPT_TIMEOUT,
-    CONTACT_TIMEOUT,
-    CURRENT_TIMEOUT,
-    GUARD_LATER,
-    KILLED,
-    LEAVE_TIMEOUT,
-    NOTHING_FREE,
-    PUBLISH_TIMEOUT,
-    REFUSED_PAUSE,
-    REVOKE_TIMEOUT,
-)
 from elastic_etcd.version import __version__
 
 if TYPE_CHECKING:
@@ -92,15 +52,16 @@ class Membership:
     def __init__(
         self, client: Client, config: AgentConfig, tasks: Tasks, guardian: Guardian | None = None
     ) -> None:
-        self.keys = Keys(f"{config.prefix}/{config.job}")
+        self.keys = schema.Keys(f"{config.prefix}/{config.job}")
         self.reached = Reached()  # --advertise, or this node's address on the way to etcd
-        self.spent_on: Callable[[int], Spent | None] = lambda _: None  # a world; by its accounting
+        # On a world, as its accounting says.
+        self.spent_on: Callable[[int], schema.Spent | None] = lambda _: None
         self._client = client
         self._config = config
         self._inbox = tasks.inbox
         self._tasks = tasks
         self._guardian = guardian
-        self._member = Member(0, config.node, config.nproc)
+        self._member = schema.Member(0, config.node, config.nproc)
         self.stays_out = False  # it is drained, and waits
         self.other_command = False  # the job was begun with another than this node's
         self._limits = config.limits  # the job's, as soon as they are known
@@ -108,7 +69,7 @@ class Membership:
         if config.has_peers:
             from elastic_etcd.agent import peer_links  # noqa: PLC0415 - not for one node alone
 
-            revoke = partial(client.revoke, timeout=REVOKE_TIMEOUT)
+            revoke = partial(client.revoke, timeout=times.REVOKE_TIMEOUT)
             self._links = peer_links.PeerLinks(tasks, revoke)
         self._session: Session | None = None
         self._session_scope = AsyncExitStack()
@@ -148,7 +109,9 @@ class Membership:
 
         A job that has succeeded needs nothing that takes long to be loaded.
         """
-        self._early = await self._client.range(*writes.look(self.keys), timeout=CONTACT_TIMEOUT)
+        self._early = await self._client.range(
+            *writes.look(self.keys), timeout=times.CONTACT_TIMEOUT
+        )
         command = self._config.command
         over = None if self._config.rerun else writes.succeeded(self.keys, self._early, command)
         if over:
@@ -159,14 +122,14 @@ class Membership:
         keys, session = self.keys, self._session
         gets = (Get(keys.round), Get(keys.ledger), Get(keys.member(self._member.lease)))
         try:
-            seen = await self._client.range(*gets, timeout=CURRENT_TIMEOUT)
+            seen = await self._client.range(*gets, timeout=times.CURRENT_TIMEOUT)
         except EtcdError as error:
             return None, str(error)
         view = view_of(seen, self.keys, Narrow())
         now = view.round
         if view.members and view.members[0].leaving and may_still_save(view, generation):
             return True, ""
-        if now is None or now.generation != generation or now.phase is not Phase.FINAL:
+        if now is None or now.generation != generation or now.phase is not schema.Phase.FINAL:
             return False, f"the job has left generation {generation}"
         if view.members:
             return True, ""
@@ -184,7 +147,7 @@ class Membership:
             self._task.cancel()
         self._begin_task(partial(self._client.refusals.wait_out, partial(self._join, run, last)))
 
-    def relist(self, state: State) -> None:
+    def relist(self, state: lifecycle.State) -> None:
         """Put the key of the member back under its lease; answered by Relisted or FatalError.
 
         A write that is still on its way is given up, as by `join`.
@@ -196,7 +159,12 @@ class Membership:
         self._session = None  # its news are no news
         self._begin_task(partial(self._client.refusals.wait_out, partial(self._relist, state)))
 
-    def write(self, state: State, write: Write, offer: Callable[[], Master] | None = None) -> None:
+    def write(
+        self,
+        state: lifecycle.State,
+        write: lifecycle.Write,
+        offer: Callable[[], schema.Master] | None = None,
+    ) -> None:
         """Put `write` into etcd, however long that takes; answered by WriteDone or FatalError.
 
         For an ack `offer` gives where this agent would serve the store. While the system has no
@@ -206,14 +174,14 @@ class Membership:
         build = partial(writes.build, self.keys, state, write, self._member, now=at, spent=spent)
         self._begin_task(partial(self._write, build, offer))
 
-    def _spent(self, state: State) -> Spent | None:
+    def _spent(self, state: lifecycle.State) -> schema.Spent | None:
         """The time spent on the last world, if this node knows it."""
         return self.spent_on(state.view.ledger.final if state.view else state.local.ran)
 
     async def publish(self, txn: Txn) -> bool:
         """Whether `txn`, which nobody waits for, was done, as far as is known."""
         try:
-            return (await self._client.txn(txn, PUBLISH_TIMEOUT)).succeeded
+            return (await self._client.txn(txn, times.PUBLISH_TIMEOUT)).succeeded
         except EtcdError as error:
             log.debug("not published: %s", error)
             return False
@@ -231,7 +199,7 @@ class Membership:
         mirror.failed.add_done_callback(self._inbox.put_error)
         self._mirror = await self._mirror_scope.enter_async_context(mirror)
 
-    def see(self, before: State, event: Event, state: State) -> None:
+    def see(self, before: lifecycle.State, event: lifecycle.Event, state: lifecycle.State) -> None:
         """Keep the link to the coordinator that this agent sees, and the lease in safe hands."""
         del before, event
         if self._links:
@@ -251,36 +219,36 @@ class Membership:
         self._malformed = malformed
         return view
 
-    async def outcome(self, run: str) -> Outcome | None:
+    async def outcome(self, run: str) -> schema.Outcome | None:
         """How `run` ended; None if that is nowhere to be found."""
-        snapshot = await self._client.range(Get(self.keys.outcome), timeout=CONTACT_TIMEOUT)
+        snapshot = await self._client.range(Get(self.keys.outcome), timeout=times.CONTACT_TIMEOUT)
         outcome = view_of(snapshot, self.keys, Narrow()).outcome
         return outcome if outcome and outcome.run == run else None
 
-    async def history(self, generation: int) -> History | None:
+    async def history(self, generation: int) -> schema.History | None:
         """The history of a world, None if that can't be had soon."""
         key = self.keys.history(generation)
         try:
-            seen = await self._client.range(Get(key), timeout=LEAVE_TIMEOUT)
-            return decode(History, seen.kvs[key].value) if key in seen.kvs else None
+            seen = await self._client.range(Get(key), timeout=times.LEAVE_TIMEOUT)
+            return schema.decode(schema.History, seen.kvs[key].value) if key in seen.kvs else None
         except (EtcdError, ValueError) as error:
             log.debug("%s: %s", key, error)
             return None
 
-    async def leave(self, state: State) -> None:
+    async def leave(self, state: lifecycle.State) -> None:
         """Leave for good; the last one that does so stops the job."""
         keys, local, spent = self.keys, state.local, self._spent(state)
         once = (keys.ledger, keys.wanted, keys.divergence)
         gets = (*map(Get, once), Get(keys.history(), prefix=True))
         await self._until_known(local.ran)
         try:
-            await self._client.txn(writes.leave(keys, local), LEAVE_TIMEOUT)
-            look = await self._client.txn(Txn(writes.nobody(keys), gets), LEAVE_TIMEOUT)
+            await self._client.txn(writes.leave(keys, local), times.LEAVE_TIMEOUT)
+            look = await self._client.txn(Txn(writes.nobody(keys), gets), times.LEAVE_TIMEOUT)
             if look.succeeded:
                 view = view_of(_snapshot_of(look), keys, Everything())
                 if not view.newer:
                     stop = writes.stop(keys, view, local, _timestamp(), spent)
-                    await self._client.txn(stop, LEAVE_TIMEOUT)
+                    await self._client.txn(stop, times.LEAVE_TIMEOUT)
         except EtcdError as error:
             log.warning("left to its lease, which ends by itself: %s", error)
 
@@ -290,7 +258,7 @@ class Membership:
         A key that goes without it, or too soon for a busy agent, looks like a lost node's.
         """
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LEAVE_TIMEOUT):
+            async with asyncio.timeout(times.LEAVE_TIMEOUT):
                 if self._task:
                     await asyncio.wait({self._task})
                 while self._others_train(generation):
@@ -300,7 +268,7 @@ class Membership:
     def _others_train(self, generation: int) -> bool:
         view = self.view()
         now = view.round if view else None
-        if now is None or (now.phase, now.generation) != (Phase.FINAL, generation):
+        if now is None or (now.phase, now.generation) != (schema.Phase.FINAL, generation):
             return False
         return now.nodes > 1
 
@@ -321,9 +289,9 @@ class Membership:
     async def _join(self, run: str, last: int) -> None:
         """Join with a lease of its own; again, it may take as long as etcd may be away."""
         limit = self._config.etcd_timeout
-        again = None if limit is None else max(limit, ATTEMPT_TIMEOUT[1])
+        again = None if limit is None else max(limit, times.ATTEMPT_TIMEOUT[1])
         try:
-            await self._join_within(again if run else CONTACT_TIMEOUT, run, last)
+            await self._join_within(again if run else times.CONTACT_TIMEOUT, run, last)
         except EtcdUnreachable as error:
             if run:
                 raise _given_up(error) from error
@@ -344,25 +312,27 @@ class Membership:
         self._session = await self._session_scope.enter_async_context(session)
         if before and not before.lost.done():  # it was given up while etcd did not answer
             with suppress(EtcdError):  # it ends by itself
-                await self._client.revoke(before.lease, REVOKE_TIMEOUT)
-        self._member = Member(
+                await self._client.revoke(before.lease, times.REVOKE_TIMEOUT)
+        self._member = schema.Member(
             lease=session.lease,
             node=config.node,
             nproc=config.nproc,
             address=address,
             contact=contact,
-            labels=Labels(
+            labels=schema.Labels(
                 config.topology_label or UNSET,
                 config.role if config.role != AgentConfig.role else UNSET,
             ),
             version=__version__,
         )
         by = f"{config.node} (pid {os.getpid()})"
-        spec = Spec(run or os.urandom(6).hex(), self._limits, by, command=config.command)
+        spec = schema.Spec(run or os.urandom(6).hex(), self._limits, by, command=config.command)
         try:
             await self._enter(spec, again=bool(run), last=last, timeout=timeout)
         except LeaseNotFound:
-            self._inbox.put(LeaseLost("it ended before it was used: this machine stood still"))
+            self._inbox.put(
+                lifecycle.LeaseLost("it ended before it was used: this machine stood still")
+            )
 
     def _new_session(self, timeout: float | None, lease: int = 0) -> Session:
         config = self._config
@@ -379,7 +349,7 @@ class Membership:
         session.lost.add_done_callback(lambda lost: self._lease_lost(session, lost))
         return session
 
-    async def _relist(self, state: State) -> None:
+    async def _relist(self, state: lifecycle.State) -> None:
         """Have the lease granted once more, and put the key back where its world stands.
 
         Others who are refused as well try again after REFUSED_PAUSE at the latest.
@@ -388,7 +358,7 @@ class Membership:
         await self._session_scope.aclose()
         self._silence = self._refused = False
         limit = self._config.etcd_timeout
-        timeout = None if limit is None else max(limit, ATTEMPT_TIMEOUT[1])
+        timeout = None if limit is None else max(limit, times.ATTEMPT_TIMEOUT[1])
         session = self._new_session(timeout, state.local.lease)
         await self._session_scope.enter_async_context(session)
         txn = writes.relist(self.keys, state.view, state.local, self._member)
@@ -403,9 +373,11 @@ class Membership:
         created = next((kv.create for kv in result.gets[0] if put_back), 0)
         await self._mirror_scope.aclose()  # it may be behind, and show that the key is gone
         self._mirror = None
-        self._inbox.put(Relisted(created, self._config.lease_ttl + REFUSED_PAUSE))
+        self._inbox.put(lifecycle.Relisted(created, self._config.lease_ttl + times.REFUSED_PAUSE))
 
-    async def _enter(self, spec: Spec, *, again: bool, last: int, timeout: float | None) -> None:
+    async def _enter(
+        self, spec: schema.Spec, *, again: bool, last: int, timeout: float | None
+    ) -> None:
         """Write the member key; whenever somebody else was faster, by what is there now."""
         own = self.keys.member(self._member.lease)
         after = tuple(map(Get, (self.keys.spec, self.keys.round, self.keys.ledger, own)))
@@ -420,10 +392,11 @@ class Membership:
             asked = writes.join(
                 self.keys, seen, self._member, spec, again=again, rerun=rerun, last=last
             )
-            if isinstance(asked, str | Drain | Over) and seen is early:  # it may have changed since
+            # It may have changed since.
+            if isinstance(asked, str | schema.Drain | lifecycle.Over) and seen is early:
                 seen = await self._client.range(*look, timeout=timeout)
                 continue
-            txn = await self._stay_out(seen) if isinstance(asked, Drain) else asked
+            txn = await self._stay_out(seen) if isinstance(asked, schema.Drain) else asked
             if txn is None:
                 seen = await self._client.range(*look, timeout=timeout)
                 continue
@@ -438,14 +411,16 @@ class Membership:
         entered = seen if result.succeeded else await self._client.range(*after, timeout=timeout)
         self._become_member(entered)
 
-    def _why_not(self, why: str | Outdated | Over, *, again: bool) -> Fatal | FatalError:
+    def _why_not(
+        self, why: str | lifecycle.Outdated | lifecycle.Over, *, again: bool
+    ) -> lifecycle.Fatal | FatalError:
         """That this node is in no job, or not any more."""
         if isinstance(why, str):
-            over = Fatal(Over(why))
+            over = lifecycle.Fatal(lifecycle.Over(why))
             return over if again else FatalError(UsageError(f"job {self._config.job}: {why}"))
-        return Fatal(why)
+        return lifecycle.Fatal(why)
 
-    async def _stay_out(self, seen: Snapshot) -> Over | None:
+    async def _stay_out(self, seen: Snapshot) -> lifecycle.Over | None:
         """Wait until this node is drained no more, or until the run ends, which is then over."""
         keys, node = self.keys, self._config.node
         before = view_of(seen, keys, Narrow()).outcome
@@ -462,18 +437,20 @@ class Membership:
         self.stays_out = False
         if view.outcome is None or not requests.drained(view, node):
             return None
-        return Over(f"{view.outcome.state}: {view.outcome.reason}", view.outcome.run)
+        return lifecycle.Over(f"{view.outcome.state}: {view.outcome.reason}", view.outcome.run)
 
     def _become_member(self, entered: Snapshot) -> None:
         """The member key is written, if it is there still; `entered` was read after that."""
         key = entered.kvs.get(self.keys.member(self._member.lease))
         run = entered.kvs.get(self.keys.spec)
         if key is None or run is None:  # the lease is lost already, or the job over
-            self._inbox.put(LeaseLost("its keys were gone at once"))
+            self._inbox.put(lifecycle.LeaseLost("its keys were gone at once"))
             return
         view = view_of(entered, self.keys, Narrow())
         if not view.members or view.spec is None:
-            self._inbox.put(LeaseLost(f"somebody wrote over its keys: {', '.join(view.malformed)}"))
+            self._inbox.put(
+                lifecycle.LeaseLost(f"somebody wrote over its keys: {', '.join(view.malformed)}")
+            )
             return
         self._member = view.members[0]  # with its run, for the mark of leaving
         self._client.refusals.succeeded()
@@ -484,19 +461,19 @@ class Membership:
         limits = view.spec.limits
         if limits.cut_off is not None:  # the job says that who is cut off stops, this lease when
             limits = structs.replace(limits, cut_off=float(self._config.lease_ttl))
-        joined = Joined(view.spec.run, run.create, self._member.lease, key.create, limits)
+        joined = lifecycle.Joined(view.spec.run, run.create, self._member.lease, key.create, limits)
         self._inbox.put(joined)
         if self._silence and (since := self._session and self._session.silent_since):
-            self._inbox.put(Silent(now() - since))  # to the member that it has become
+            self._inbox.put(lifecycle.Silent(now() - since))  # to the member that it has become
 
-    def _take_limits(self, jobs: Limits) -> None:
+    def _take_limits(self, jobs: schema.Limits) -> None:
         """From here on the job's count, also when this agent joins again."""
         known, self._limits = self._limits, jobs
         self._set_deadline()
         if jobs != known and (differing := jobs.differing(self._config.limits)):
             log.warning("the job's limits count, not this node's: %s", differing)
 
-    def _compare_command(self, spec: Spec) -> None:
+    def _compare_command(self, spec: schema.Spec) -> None:
         """Say once that the job trains something else."""
         differs = writes.differ(spec.command, self._config.command)
         if differs and not self.other_command:
@@ -514,7 +491,8 @@ class Membership:
             return
         until = 0.0
         if self._limits.cut_off is not None:
-            until = self._session.renewed + self._config.lease_ttl - KILLED + GUARD_LATER
+            ends = self._session.renewed + self._config.lease_ttl
+            until = ends - times.KILLED + times.GUARD_LATER
         self._guardian.guard(until=until)
 
     def _renewed(self, seconds: float) -> None:
@@ -522,7 +500,7 @@ class Membership:
             self._inbox.put(silent)
         self._set_deadline()
 
-    def stood_still(self) -> Silent | None:
+    def stood_still(self) -> lifecycle.Silent | None:
         """That this agent has renewed nothing for as long as one that is cut off may run workers.
 
         It has been stopped, or the machine was. All that is in the inbox is older than that.
@@ -531,24 +509,26 @@ class Membership:
             return None
         return self._stood_still_for(boottime() - self._session.renewed)
 
-    def _stood_still_for(self, seconds: float) -> Silent | None:
+    def _stood_still_for(self, seconds: float) -> lifecycle.Silent | None:
         """Once each time; Answered follows."""
         session = self._session
         if self._silence or session is None or self._limits.cut_off is None:
             return None
-        if seconds < CUT_OFF * self._config.lease_ttl:
+        if seconds < lifecycle.CUT_OFF * self._config.lease_ttl:
             return None
         log.warning("this node stood still: its lease was not renewed for %.1f s", seconds)
         self._silence = True
         session.fall_silent()
-        return Silent(seconds)
+        return lifecycle.Silent(seconds)
 
     async def _write(
-        self, build: Callable[[Master | None], Txn], offer: Callable[[], Master] | None
+        self,
+        build: Callable[[schema.Master | None], Txn],
+        offer: Callable[[], schema.Master] | None,
     ) -> None:
         txn = build(await _offered(offer) if offer else None)
         result = await self._client.refusals.wait_out(partial(self._client.txn, txn))
-        self._inbox.put(WriteDone(result.succeeded))
+        self._inbox.put(lifecycle.WriteDone(result.succeeded))
 
     def _lease_lost(self, session: Session, lost: asyncio.Future[str]) -> None:
         if session is not self._session or lost.cancelled():
@@ -556,7 +536,7 @@ class Membership:
         if lost.exception():
             self._inbox.put_error(lost)
         else:
-            self._inbox.put(LeaseLost(lost.result()))
+            self._inbox.put(lifecycle.LeaseLost(lost.result()))
 
     def _silent(self, seconds: float, error: Exception) -> None:
         train_on = self._limits.cut_off is None
@@ -571,7 +551,7 @@ class Membership:
             log.warning("etcd does not answer at %s; %s", error, then)
         if not self._silence:
             self._silence = True
-            self._inbox.put(Silent(seconds))
+            self._inbox.put(lifecycle.Silent(seconds))
         limit = self._config.etcd_timeout
         if limit is not None and seconds > limit and not isinstance(error, EtcdError):
             why = faults.unreachable(self._client.endpoints, str(error), seconds)
@@ -579,14 +559,14 @@ class Membership:
 
     def _answered(self) -> None:
         refused, self._silence, self._refused = self._refused, False, False
-        self._inbox.put(Answered())
+        self._inbox.put(lifecycle.Answered())
         then = "renews this node's lease" if refused else "answers"
         log.info("etcd %s again at %s", then, self._client.endpoint)
 
 
-async def _offered(offer: Callable[[], Master]) -> Master:
+async def _offered(offer: Callable[[], schema.Master]) -> schema.Master:
     """Raises OSError if the system has nothing to give for long."""
-    until = boottime() + NOTHING_FREE
+    until = boottime() + times.NOTHING_FREE
     told = False
     while True:
         try:

@@ -23,15 +23,7 @@ from elastic_etcd import children
 from elastic_etcd.agent.timer import Respawn, Timer
 from elastic_etcd.core.words import ended
 from elastic_etcd.errors import UsageError
-from elastic_etcd.protocol.messages import (
-    LONGEST,
-    CannotImport,
-    FromForkServer,
-    Unsafe,
-    Warm,
-    from_fork_server,
-    from_forked,
-)
+from elastic_etcd.protocol import messages
 from elastic_etcd.protocol.packets import channel_pair
 from elastic_etcd.system.child_process import (
     ExitWatch,
@@ -225,20 +217,20 @@ class Prefork:
             while self._is_warm and len(self._waiting) < self._size:
                 self._new()
 
-    def _take_message(self, message: FromForkServer) -> None:
+    def _take_message(self, message: messages.FromForkServer) -> None:
         match message:
-            case Warm():
+            case messages.Warm():
                 self._is_warm = True
                 self._respawn.started()
                 self._fill()
                 self._decided.set()
-            case Unsafe(why):
+            case messages.Unsafe(why):
                 self._give_up(why)
-            case CannotImport(module, why) if module and not self._decided.is_set():
+            case messages.CannotImport(module, why) if module and not self._decided.is_set():
                 text = f"--preload {module}: {self._command[0]} cannot import it: {why}"
                 self._error = UsageError(text)
                 self._give_up("")
-            case CannotImport(module, why):
+            case messages.CannotImport(module, why):
                 self.lacks_torch = not module
                 self._give_up(f"{self._command[0]} cannot import {module or 'torch'}: {why}")
 
@@ -282,7 +274,7 @@ class _ForkServer:
 
     def __init__(
         self,
-        take: Callable[[FromForkServer], None],
+        take: Callable[[messages.FromForkServer], None],
         ended: Callable[[int, str], None],
         silent: Callable[[], None],
     ) -> None:
@@ -345,13 +337,13 @@ class _ForkServer:
 
     def _listen(self) -> None:
         try:
-            packet = self._channel.recv(LONGEST)
+            packet = self._channel.recv(messages.LONGEST)
         except BlockingIOError:
             return
         except ConnectionResetError:
             packet = b""
         if packet:
-            self._take(from_fork_server(packet))
+            self._take(messages.from_fork_server(packet))
         else:  # `_on_exit` follows
             asyncio.get_running_loop().remove_reader(self._channel)
 
@@ -427,12 +419,12 @@ class _Preforked:
     def arrive(self) -> None:
         """It has said its pid, or won't come any more."""
         try:
-            packet = self._channel.recv(LONGEST)
+            packet = self._channel.recv(messages.LONGEST)
         except (BlockingIOError, ConnectionResetError):
             packet = b""
         self._end_wait()
         if packet:
-            self._take_process(_Forked(from_forked(packet).pid))
+            self._take_process(_Forked(messages.from_forked(packet).pid))
             return
         self._forget()
         if not self._ordered:

@@ -4,12 +4,27 @@ I3 rests on WorkersGone, which comes from here only: when no worker runs, nothin
 process group is there, and what left its group is found and ended, if it has an accelerator; the
 rest has a moment more. A worker that waits at the barrier without a process group of torch's (it is
 parked) counts as gone.
+
+Two values say where a generation stands. Its workers were asked for something, by the last word:
+
+    NOTHING ──stop without a grace──> PATIENTLY
+       │                               │     ^
+       │                         stop, kill  stop without a grace
+       │                               v     │
+       └──stop with a grace, kill────> FIRMLY
+
+Its end goes one way until the next generation begins:
+
+    LIVES ──no process of it is left──> SWEEPS ──what left the groups has ended, too──> GONE
+      │                                                                                  ^
+      └───────────── all that is left is parked, and was asked to stop ─────────────────┘
 """
 
 import asyncio
 import logging
 import signal
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
+from enum import Enum, auto
 from typing import Any, ParamSpec
 
 from elastic_etcd.agent.guardian import Guardian
@@ -30,6 +45,37 @@ Given = ParamSpec("Given")
 log = logging.getLogger(__name__)
 
 
+class Asked(Enum):
+    """A word to the workers of a generation."""
+
+    NOTHING = auto()
+    PATIENTLY = auto()  # to stop when their step is over
+    FIRMLY = auto()  # to stop within a grace, or at once
+
+
+class Ending(Enum):
+    """A part of the way to the end of a generation."""
+
+    LIVES = auto()
+    SWEEPS = auto()  # what has left the groups is found and ended
+    GONE = auto()  # nothing of it runs, though some of it may be parked
+
+
+def next_end(end: Ending, asked: Asked, *, left: bool, parked: bool) -> Ending:
+    """The next part, if something of it is `left` that runs, and some of it is `parked`."""
+    match end:
+        case Ending.GONE:
+            return end
+        case _ if left:
+            return end
+        case _ if parked and asked is Asked.NOTHING:  # it may go on without those that have ended
+            return end
+        case Ending.LIVES if not parked:  # what a parked one has started lives on with it
+            return Ending.SWEEPS
+        case _:
+            return Ending.GONE
+
+
 class Termination:
     """Stops the workers of one generation after the other, and puts WorkersGone once for each.
 
@@ -47,9 +93,7 @@ class Termination:
         running: Mapping[int, Worker],
         parked: Mapping[int, Worker],
     ) -> None:
-        self.stopping = False
-        self.patient = False  # they stop when their step is over
-        self.gone = True  # nothing of the generation runs, though some of it may be parked
+        self.asked = Asked.NOTHING
         self.signal = signal.SIGTERM  # for those that can't park
         self._kill_timeout = kill_timeout
         self._inbox = tasks.inbox
@@ -61,17 +105,27 @@ class Termination:
         self._dead: dict[int, Worker] = {}  # something of their groups may still run
         self._groups = ProcessGroups(self._groups_emptied)
         self._pending = 0  # starts, and failures whose cause is being read
-        self._swept = False  # of what has left the groups, when all else is gone
         self._sweeps: set[asyncio.Task[None]] = set()
         self._generation = 0
+        self._end = Ending.GONE
         self._kill, self._late = Timer(), Timer()
         self._stuck, self._unkillable = Timer(), Timer()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether they were asked to stop, in whatever way."""
+        return self.asked is not Asked.NOTHING
+
+    @property
+    def gone(self) -> bool:
+        """Whether nothing of the generation runs, though some of it may be parked."""
+        return self._end is Ending.GONE
 
     def begin(self, generation: int) -> None:
         """Workers of `generation` are about to run."""
         assert self.gone, "I3: older workers are alive"
         self._generation = generation
-        self.gone = self.stopping = self.patient = self._swept = False
+        self.asked, self._end = Asked.NOTHING, Ending.LIVES
 
     def wait_for(
         self, work: Callable[Given, Awaitable[None]], *args: Given.args, **kwargs: Given.kwargs
@@ -117,8 +171,8 @@ class Termination:
         """As Workers.stop."""
         if self.gone:  # WorkersGone is in the inbox
             return
-        again = self.stopping and not self.patient
-        self.stopping, self.patient = True, grace is None
+        again = self.asked is Asked.FIRMLY
+        self.asked = Asked.PATIENTLY if grace is None else Asked.FIRMLY
         for worker in self._running.values():
             parks = notice is not None and worker.tell(notice)
             if not (parks or again) and grace is not None:
@@ -136,7 +190,7 @@ class Termination:
         """SIGKILL the process group of every worker that still runs now."""
         for timer in (self._kill, self._late, self._stuck, self._unkillable):
             timer.cancel()
-        self.stopping = True
+        self.asked = Asked.FIRMLY
         for worker in self._running.values():
             worker.kill()
         self.settle_soon()
@@ -165,7 +219,7 @@ class Termination:
         reason, finished = notice.reason, self._ranks(finished=True)
         if late := self._ranks(finished=False):
             what = "no state.check()" if isinstance(notice, Change) else "not out of its step"
-            why = "they are waited for" if self.patient else "they will be killed"
+            why = "they are waited for" if self.asked is Asked.PATIENTLY else "they will be killed"
             log.warning("%s: rank %s: %s for %g s; %s", reason, late, what, seconds, why)
         if finished:
             log.info("%s: rank %s: still at work after its training", reason, finished)
@@ -189,25 +243,22 @@ class Termination:
         self._settle()
 
     def _settle(self) -> None:
-        """Put WorkersGone when nothing of the generation is left."""
-        if not (self._running or self._groups or self._pending):
+        """Go on to the sweep when nothing of the generation is left, and then put WorkersGone."""
+        left = bool(self._running or self._groups or self._pending)
+        if not left:
             self._kill.cancel()
             self._late.cancel()
-            held = self._parked and not self.stopping  # the generation may go on without them
-            if not (held or self.gone):
-                self._sweep_or_say_gone()
+        before = self._end
+        self._end = next_end(before, self.asked, left=left, parked=bool(self._parked))
+        match before, self._end:
+            case Ending.LIVES, Ending.SWEEPS:
+                if sweep := self._begin(self._sweep):
+                    self._sweeps.add(sweep)
+                    sweep.add_done_callback(self._sweeps.discard)
+            case Ending.LIVES | Ending.SWEEPS, Ending.GONE:
+                self.guard()
+                self._inbox.put(WorkersGone(self._generation))
         self._expect_an_end()
-
-    def _sweep_or_say_gone(self) -> None:
-        if not (self._parked or self._swept):  # what a parked one has started lives on with it
-            self._swept = True
-            if sweep := self._begin(self._sweep):
-                self._sweeps.add(sweep)
-                sweep.add_done_callback(self._sweeps.discard)
-            return
-        self.gone = True
-        self.guard()
-        self._inbox.put(WorkersGone(self._generation))
 
     async def finish_sweeps(self) -> None:
         """Wait for the end of all that is being killed: its mark is not seen any more."""
@@ -227,7 +278,7 @@ class Termination:
             self._stuck.start_once(STUCK, self._tell_stuck)
         else:
             self._stuck.cancel()
-        left = self._running or self._groups or (self._swept and not self.gone)
+        left = self._running or self._groups or self._end is Ending.SWEEPS
         if self.stopping and left and len(killed) == len(self._running):
             self._unkillable.start_once(self._kill_timeout, self._look_again)
         else:

@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec import UNSET, UnsetType
@@ -21,7 +22,7 @@ from msgspec.structs import replace
 from elastic_etcd.agent.address import Reached
 from elastic_etcd.agent.channel import ChannelServer, WorkerChannel
 from elastic_etcd.agent.config import AgentConfig, substitute
-from elastic_etcd.agent.directories import LOOK, Directory
+from elastic_etcd.agent.directories import LOOK
 from elastic_etcd.agent.environment import common_env, worker_env
 from elastic_etcd.agent.failures import failure_message
 from elastic_etcd.agent.guardian import Guardian
@@ -30,7 +31,7 @@ from elastic_etcd.agent.membership import Membership
 from elastic_etcd.agent.output.logs import Logs, WorkerLog
 from elastic_etcd.agent.prefork import Prefork
 from elastic_etcd.agent.store import StoreServer, check_store
-from elastic_etcd.agent.termination import Termination
+from elastic_etcd.agent.termination import Asked, Termination
 from elastic_etcd.agent.worker import Worker, WorkerSpec, execute, through_run_script
 from elastic_etcd.core.lifecycle import (
     WorkerEnded,
@@ -43,20 +44,8 @@ from elastic_etcd.core.peers import LOST, blames_peers, ends_with_lost_peer, was
 from elastic_etcd.core.schema import Failure, Limits, Master, Participant, Round, TrainingPlace
 from elastic_etcd.core.words import signal_name
 from elastic_etcd.errors import UsageError
+from elastic_etcd.protocol import messages
 from elastic_etcd.protocol.activity import Activity, ActivityPage, ActivityPages
-from elastic_etcd.protocol.messages import (
-    AskCurrent,
-    Bye,
-    Change,
-    Current,
-    Disconnected,
-    Diverged,
-    Elastic,
-    FromWorker,
-    Interrupt,
-    Parked,
-    TrainingDone,
-)
 from elastic_etcd.system.child_process import Process
 from elastic_etcd.system.leftovers import (
     Mark,
@@ -95,8 +84,8 @@ class Workers:
         tasks: Tasks,
         membership: Membership,
         guardian: Guardian,
-        folder: Directory,
-        memory: Directory | None = None,
+        folder: str = "",
+        memory: str = "",
     ) -> None:
         self.generation = 0
         self._config = config
@@ -104,12 +93,12 @@ class Workers:
         self._inbox = tasks.inbox
         self._tasks = tasks
         self._membership = membership
-        self._directory, self._memory = folder, memory
+        self._folder, self._memory = folder, memory
         one_node = config.limits.max_nodes == 1
         self._stdin = 0 if one_node else subprocess.DEVNULL
         self._at_terminal = one_node and config.nproc == 1 and os.isatty(0) and os.isatty(1)
         self._starting = False
-        self._early: list[tuple[WorkerChannel, FromWorker | Disconnected]] = []  # while it starts
+        self._early: list[tuple[WorkerChannel, messages.Heard]] = []  # while it starts
         self._running: dict[int, Worker] = {}  # by pid
         self._parked: dict[int, Worker] = {}
         self._parked_ended = asyncio.Event()
@@ -122,7 +111,7 @@ class Workers:
             config.kill_timeout, tasks, guardian, self._mark, self._running, self._parked
         )
         self._channels = ChannelServer(self._take_message)
-        self._channels.open(folder.path)
+        self._channels.open()
         self._timers: FileTimers | None = None
         self._pages = ActivityPages()
         self._oom_kills = 0
@@ -168,7 +157,7 @@ class Workers:
         if self._config.timer_file is not None:
             from elastic_etcd.agent import file_timers  # noqa: PLC0415 - only if they are asked for
 
-            path = self._config.timer_file or f"{self._directory.path}/timers"
+            path = self._config.timer_file or f"{self._folder}/timers"
             self._timers = file_timers.FileTimers(path, self._timer_expired)
             await self._timers.serve(self._prefork)
 
@@ -224,7 +213,7 @@ class Workers:
     def stop(
         self,
         grace: float | None,
-        notice: Change | Interrupt | None = None,
+        notice: messages.Change | messages.Interrupt | None = None,
         park: float | None = None,
     ) -> None:
         """Send SIGTERM now, SIGKILL after `grace` seconds. The shorter grace of two calls counts.
@@ -294,7 +283,7 @@ class Workers:
         if not self._parked:
             return
         for worker in self._parked.values():
-            if worker.channel is None or not worker.channel.send(Bye(reason)):
+            if worker.channel is None or not worker.channel.send(messages.Bye(reason)):
                 worker.terminate()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(GOODBYE):
@@ -345,11 +334,10 @@ class Workers:
             local_rank,
             error_file=error_file,
             interface=self._interface,
-            socket=self._channels.path,
-            held_socket=self._channels.held,
+            socket=self._channels.name,
             activity=self._pages.begin(local_rank, measured=limits.seek_stragglers(now.nodes)),
             mark=str(self._mark),
-            memory=self._memory.path if self._memory else "",
+            memory=self._memory,
             timer_file=self._timers.path if self._timers else "",
             cpus=self._cpus[local_rank] if self._cpus else "",
         )
@@ -368,7 +356,8 @@ class Workers:
         return False
 
     async def _start_workers(self, specs: Sequence[WorkerSpec]) -> None:
-        await self._renew_paths()
+        if self._timers:
+            await self._renew(self._timers)
         await asyncio.gather(*map(self._start_worker, specs))
         self._starting = False
         early, self._early = self._early, []
@@ -376,18 +365,15 @@ class Workers:
             self._take_message(channel, message)
         self._tell_elastic()
 
-    async def _renew_paths(self) -> None:
-        """Make anew what others have removed, so that no worker fails for it."""
+    async def _renew(self, timers: "FileTimers") -> None:
+        """Make the pipe of timers anew if others have removed it: no worker is to fail for that."""
+        make = partial(Path(self._folder).mkdir, 0o700, parents=True, exist_ok=True)
         try:
-            await in_thread(self._directory.renew, LOOK)
-            await self._channels.renew()
-            if self._timers:
-                await self._timers.serve(self._prefork)
-            if self._memory:
-                await in_thread(self._memory.renew, LOOK)
+            await in_thread(make, LOOK)
+            await timers.serve(self._prefork)
         except (OSError, RuntimeError, UsageError) as error:  # RuntimeError: no thread is to be had
             why = str(error) or "the disk stands still"
-            log.warning("what others have removed in %s stays so: %s", self._directory.path, why)
+            log.warning("what others have removed in %s stays so: %s", self._folder, why)
 
     async def _start_worker(self, spec: WorkerSpec) -> None:
         local_rank, at_terminal = spec.local_rank, self._at_terminal
@@ -510,12 +496,12 @@ class Workers:
 
     # --- what workers say -----------------------------------------------------------------
 
-    def _take_message(self, channel: WorkerChannel, message: FromWorker | Disconnected) -> None:
+    def _take_message(self, channel: WorkerChannel, message: messages.Heard) -> None:
         """Take a message of a worker; one of an older generation is ignored.
 
         Its end may be known before its last words are read.
         """
-        if isinstance(message, AskCurrent):
+        if isinstance(message, messages.AskCurrent):
             self._tasks.create(self._answer_current(channel, message.id))
             return
         worker = self._find(channel)
@@ -526,22 +512,21 @@ class Workers:
             log.debug("process %d is no worker of this node", channel.pid)
             return
         match message:
-            case Elastic():
+            case messages.Elastic():
                 worker.channel, worker.finished = channel, False
                 self._tell_elastic()
-            case TrainingDone():
+            case messages.TrainingDone():
                 worker.finished = True
                 self._tell_elastic()
-                stopping = self._termination.stopping and not self._termination.patient
-                if stopping and worker.pid in self._running:
+                if self._termination.asked is Asked.FIRMLY and worker.pid in self._running:
                     worker.terminate(self._termination.signal)  # it has not heard what it was told
-            case Disconnected() if worker.channel is channel:
+            case messages.Disconnected() if worker.channel is channel:
                 worker.channel = None
                 # It may be at its end, which says more.
                 asyncio.get_running_loop().call_later(_ENDING, self._tell_elastic)
-            case Parked(generation, error) if generation == self.generation:
+            case messages.Parked(generation, error) if generation == self.generation:
                 self._park(worker, error)
-            case Diverged(generation, line, named, alone) if generation == self.generation:
+            case messages.Diverged(generation, line, named, alone) if generation == self.generation:
                 rank = worker.spec.rank
                 self._inbox.put(WorkersDiverged(generation, rank, line, named, alone))
 
@@ -586,7 +571,7 @@ class Workers:
 
     async def _answer_current(self, channel: WorkerChannel, number: int) -> None:
         current, why = await self._membership.current(channel.generation)
-        channel.send(Current(number, current, why))
+        channel.send(messages.Current(number, current, why))
 
 
 def _kill_left(groups: Collection[int], mark: str) -> None:

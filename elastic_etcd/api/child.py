@@ -22,7 +22,7 @@ from elastic_etcd.core.schema import Failure, Outcome
 from elastic_etcd.errors import ElasticEtcdError
 from elastic_etcd.protocol.run_record import RunRecord, WorkerFailure
 from elastic_etcd.system import kernel
-from elastic_etcd.system.standard_streams import open_standard_streams
+from elastic_etcd.system.startup import open_standard_streams, reset_signals
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,7 +52,7 @@ class RunWriter:
             assert state.view
             assert state.view.round
             self.record.generations.append(running)
-            self.record.restarts = state.view.round.restarts
+            self.record.restarts = state.view.restarts
         match event:
             case WorkerEnded(generation, Failure() as failure) | WorkersHang(
                 generation, failure
@@ -101,7 +101,7 @@ def main(argv: Sequence[str]) -> int:
     """Be the agent until the job, or the program, has ended; gives the exit code."""
     program, record_fd, folder = int(argv[0]), int(argv[1]), Path(argv[2])
     open_standard_streams()
-    kernel.reset_signals()
+    reset_signals()
     run_writer = RunWriter()
     record = run_writer.record
     # Until the agent handles it.

@@ -6,10 +6,19 @@ import signal
 from typing import TYPE_CHECKING, Any
 
 from elastic_etcd.cli import events, query, tables
-from elastic_etcd.core import hangs, no_progress, requests, suspects, words
+from elastic_etcd.core import failure_policies, hangs, requests, words
 from elastic_etcd.core.lifecycle import Outdated
 from elastic_etcd.core.rules import Elapsed, Local, Wait, awaited, decide
-from elastic_etcd.core.schema import Failure, History, Phase, decode, hexed, plain, seconds_of
+from elastic_etcd.core.schema import (
+    Failure,
+    History,
+    Limits,
+    Phase,
+    decode,
+    hexed,
+    plain,
+    seconds_of,
+)
 from elastic_etcd.protocol.messages import UNCOUNTED
 from elastic_etcd.system.sockets import address
 
@@ -18,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from elastic_etcd.cli import parsers
-    from elastic_etcd.core.schema import Hang, Limits, Member, Participant, Spec
+    from elastic_etcd.core.schema import Hang, Member, Participant
     from elastic_etcd.core.view import View
     from elastic_etcd.etcd.client import Client
 
@@ -89,14 +98,14 @@ def describe(job: str, view: View) -> dict[str, Any]:
         "hang_files": list(_hang_files(view)),
         "why": _why(view, reason),
         "last_words": _last_words(failure) if failure else "",
-        "repeated": "" if view.outcome else no_progress.repeated(view.ledger.stalled or ()),
+        "repeated": "" if view.outcome else failure_policies.repeated(view.ledger),
         "revision": view.revision,
         "phase": phase,
         "generation": now.generation if now else last,
         "reason": reason,
         "world_size": sum(p.nproc for p in view.world) if view.trains and view.members else 0,
-        "restarts": now.restarts if now else newest.get("restarts", 0),  # without the ledger
-        "limits": plain(_limits(view.spec, view)) if view.spec else None,
+        "restarts": view.restarts if now else newest.get("restarts", 0),  # without the ledger
+        "limits": plain(requests.wanted_limits(view, view.spec)) if view.spec else None,
         "coordinator": view.coordinator.node if view.coordinator else None,
         "master": address(now.master.addr, now.master.port) if now and now.master else None,
         "nodes": list(_nodes(view)),
@@ -161,7 +170,7 @@ def _why(view: View, reason: str) -> str:
         return "nobody coordinates yet"
     acked = now.generation if now.coordinator in {ack.lease for ack in view.acks} else 0
     local = Local(now.run, now.coordinator, acked=acked)
-    waits = decide(view, local, _limits(view.spec, view), Elapsed(0, 0))
+    waits = decide(view, local, requests.wanted_limits(view, view.spec), Elapsed(0, 0))
     return f"{reason}; {waits.reason}" if isinstance(waits, Wait) else reason
 
 
@@ -211,17 +220,13 @@ def jobs_table(jobs: Iterable[dict[str, Any]], room: int) -> list[str]:
     return tables.table(heads, rows, room, soft=(5, 2), right=(3, 4))
 
 
-def _limits(spec: Spec, view: View) -> Limits:
-    return requests.scaled(view, spec.run, spec.limits)
-
-
 def _suspects(view: View) -> Iterator[dict[str, Any]]:
     """Each suspect with the reason why it is left out, "" if it is not, as the world began."""
     now = view.round
-    known = now.suspects if now and now.phase is Phase.FINAL else view.ledger.suspects
-    after = view.spec.limits.suspect_after if view.spec else 0
-    for suspect in known:
-        yield plain(suspect) | {"why": suspects.why_left_out(known, suspect.node, after)}
+    past = now if now and now.phase is Phase.FINAL else view.ledger
+    limits = view.spec.limits if view.spec else Limits(1, 1, suspect_after=0)
+    for node, suspect in failure_policies.suspects(past, limits).items():
+        yield plain(suspect) | {"why": failure_policies.why_left_out(past, node, limits)}
 
 
 def _nodes(view: View) -> Iterator[dict[str, Any]]:
@@ -249,7 +254,7 @@ def _waits(view: View, member: Member) -> str:
         return "not ready yet"
     if now.phase is not Phase.FINAL:
         return "ready"
-    return awaited(view, now, Local(now.run, member.lease), _limits(view.spec, view))
+    return awaited(view, now, Local(now.run, member.lease), requests.wanted_limits(view, view.spec))
 
 
 def _node(

@@ -21,8 +21,8 @@ from elastic_etcd.cli import flag_values, parsers, query
 from elastic_etcd.core import requests
 from elastic_etcd.core.lifecycle import Outdated
 from elastic_etcd.core.schema import (
-    MOST_DRAINS,
     MOST_SCALED,
+    VERSION,
     Drain,
     Halt,
     Phase,
@@ -30,6 +30,7 @@ from elastic_etcd.core.schema import (
     Scale,
     Sizes,
     encode,
+    format_of,
     hexed,
 )
 from elastic_etcd.core.txn import Compare, Delete, Put, Txn
@@ -66,6 +67,10 @@ class SteeredJob(query.Job):
             view = self.view_of(seen)
             if view.newer:
                 raise NewerFormat(Outdated(view.newer).reason)
+            spec = seen.kvs.get(self.keys.spec)
+            if spec and 0 < (older := format_of(spec.value)) < VERSION:
+                runs = f"job {self.name} is run by an older elastic_etcd (format {older})"
+                raise ElasticEtcdError(f"{runs}, which could not read this: use its own command")
             there = view.wanted or Requests()
             if there == unheard:
                 return view, True
@@ -109,8 +114,7 @@ class SteeredJob(query.Job):
 
     def limits_of(self, view: View) -> Limits:
         """The limits of the run that goes on. Raises ElasticEtcdError where there is none."""
-        spec = self.run_of(view)
-        return requests.scaled(view, spec.run, spec.limits)
+        return requests.wanted_limits(view, self.run_of(view))
 
     async def _try(self, seen: Snapshot, then: Requests) -> TxnResult:
         keys = self.keys
@@ -207,11 +211,10 @@ def _meant(view: View, node: str) -> str:
 def _with(view: View, drains: list[Drain]) -> Requests:
     """The requests with these drains, instead of others of the same node or member."""
     there = _pruned(view)
-    same = {(d.node, d.lease) for d in drains}
-    kept = [d for d in there.drains if (d.node, d.lease) not in same]
-    if len(kept) + len(drains) > MOST_DRAINS:
-        raise ElasticEtcdError(f"{len(kept)} nodes are drained, and no more can be: undrain some")
-    return replace(there, drains=(*kept, *drains))
+    if (asked := requests.with_drains(there, drains)) is None:
+        few = f"{len(there.drains)} nodes are drained, and no more can be"
+        raise ElasticEtcdError(f"{few}: undrain some")
+    return asked
 
 
 def _pruned(view: View) -> Requests:
@@ -261,7 +264,7 @@ async def scale(job: SteeredJob, args: Namespace) -> dict[str, Any]:
         if asked.max_nodes > (most := own.pages * MOST_SCALED):
             begun = f"--nnodes {own.nnodes}, which can be scaled to {most} nodes"
             raise ElasticEtcdError(f"job {job.name} was begun with {begun}")
-        if requests.scaled(view, spec.run, own).nnodes == asked.nnodes:
+        if requests.wanted_limits(view, spec).nnodes == asked.nnodes:
             return view.wanted or Requests()
         _refuse(_fewer(view, asked), args)
         sizes = {name: getattr(asked, name) for name in Sizes.__struct_fields__}

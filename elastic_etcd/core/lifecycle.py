@@ -14,36 +14,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from elastic_etcd.core import requests
-from elastic_etcd.core.rules import (
-    Ack,
-    Claim,
-    Close,
-    Decision,
-    Elapsed,
-    Finalise,
-    Freeze,
-    Leave,
-    Local,
-    Open,
-    Run,
-    Stop,
-    TakeOver,
-    Wait,
-    decide,
-    ended,
-    vacant,
-    vanished,
-)
-from elastic_etcd.core.schema import (
-    VERSION,
-    Failure,
-    Limits,
-    Outcome,
-    Participant,
-    Phase,
-    Round,
-)
+from elastic_etcd.core import requests, rules, schema
 from elastic_etcd.core.txn import Txn
 from elastic_etcd.core.view import Coverage, Everything, Narrow, View, without
 from elastic_etcd.times import HOLD, KILLED
@@ -52,7 +23,7 @@ from elastic_etcd.times import HOLD, KILLED
 # rest is for their end.
 CUT_OFF = 2 / 3
 
-_ORDER = [*Phase]  # of a round, in time
+_ORDER = [*schema.Phase]  # of a round, in time
 
 
 class Grace(Enum):
@@ -94,7 +65,7 @@ class Outdated(Struct, frozen=True, tag=True):
     def reason(self) -> str:
         """The reason, as the user is told it."""
         newer = f"this job was written by a newer elastic_etcd (format {self.version})"
-        return f"{newer}; this one knows format {VERSION}: install the newer one here, too"
+        return f"{newer}; this one knows format {schema.VERSION}: install the newer one here, too"
 
 
 Ending: TypeAlias = Left | Over | Error | Outdated
@@ -116,7 +87,7 @@ class Joined(Struct, frozen=True, tag=True):
     spec: int
     lease: int
     created: int
-    limits: Limits
+    limits: schema.Limits
 
 
 class LeaseLost(Struct, frozen=True, tag=True):
@@ -148,7 +119,7 @@ class WorkerEnded(Struct, frozen=True, tag=True):
     """
 
     generation: int
-    failure: Failure | None
+    failure: schema.Failure | None
     by_peer: bool = False
 
 
@@ -156,7 +127,7 @@ class WorkersHang(Struct, frozen=True, tag=True):
     """That generation hangs and is to be begun anew; `failure` says by whom or what."""
 
     generation: int
-    failure: Failure
+    failure: schema.Failure
 
 
 class WorkersDiverged(Struct, frozen=True, tag=True):
@@ -240,7 +211,7 @@ class Published(Struct, frozen=True, tag=True):
 class JobEnded(Struct, frozen=True, tag=True):
     """This agent, which is about to end, knows how the job has ended."""
 
-    outcome: Outcome
+    outcome: schema.Outcome
 
 
 Event: TypeAlias = (
@@ -273,7 +244,7 @@ Event: TypeAlias = (
 class ReportEnd(Struct, frozen=True, tag=True):
     """Say how this node's workers ended: `failure` is None when all of them exited 0."""
 
-    failure: Failure | None
+    failure: schema.Failure | None
     victim: bool = False
 
 
@@ -282,7 +253,15 @@ class MarkLeaving(Struct, frozen=True, tag=True):
 
 
 Writable: TypeAlias = (
-    Claim | TakeOver | Open | Freeze | Ack | Finalise | Close | ReportEnd | MarkLeaving
+    rules.Claim
+    | rules.TakeOver
+    | rules.Open
+    | rules.Freeze
+    | rules.Ack
+    | rules.Finalise
+    | rules.Close
+    | ReportEnd
+    | MarkLeaving
 )
 
 
@@ -307,8 +286,8 @@ class Publish(Struct, frozen=True, tag=True):
 class StartWorkers(Struct, frozen=True, tag=True):
     """Start the workers of this final round, in which this node is that participant."""
 
-    round: Round
-    part: Participant
+    round: schema.Round
+    part: schema.Participant
 
 
 class StopWorkers(Struct, frozen=True, tag=True):
@@ -348,7 +327,7 @@ class SetTimer(Struct, frozen=True, tag=True):
 class Log(Struct, frozen=True, tag=True):
     """Log a decision whose reason changed."""
 
-    decision: Decision
+    decision: rules.Decision
 
 
 Action: TypeAlias = (
@@ -378,14 +357,14 @@ class Life(Enum):
 class Held(Struct, frozen=True, tag=True):
     """A worker failed, it seems because of a peer. The failure is held until `until`."""
 
-    failure: Failure
+    failure: schema.Failure
     until: float
 
 
 class Failed(Struct, frozen=True, tag=True):
     """A worker failed."""
 
-    failure: Failure
+    failure: schema.Failure
 
 
 class Finished(Struct, frozen=True, tag=True):
@@ -405,13 +384,13 @@ Basis: TypeAlias = tuple[str | int, ...]
 class State(Struct, frozen=True):
     """All that an agent remembers. Times are on the local monotonic clock, in seconds."""
 
-    local: Local
+    local: rules.Local
     nproc: int
     life: Life = Life.JOINING
     ending: Ending | None = None  # why, when LEAVING or ENDED
     view: View | None = None
-    newest: Round | None = None  # the last round that was seen, in whatever membership
-    limits: Limits | None = None  # of the job; None until this agent has joined it
+    newest: schema.Round | None = None  # the last round that was seen, in whatever membership
+    limits: schema.Limits | None = None  # of the job; None until this agent has joined it
     alive: int = 0  # workers that have not exited yet
     result: Held | Failed | Finished | None = None  # of the generation that ran last
     marked: bool = False  # the others know that this node is leaving
@@ -512,15 +491,15 @@ def _see(state: State, view: View, now: float) -> State:
         last = max(view.ledger.generation, state.newest.generation)
         view = replace(view, round=None, ledger=replace(view.ledger, generation=last))
         state = replace(state, tried=())
-    unlisted = state.life is Life.UNLISTED and not ended(view, state.local)
-    if unlisted or vanished(view, state.local):
-        if not _stands(state, view):
+    match _own_key(state, view):
+        case _Key.LOST:
             return _lose_lease(state)
-        state = replace(state, life=Life.UNLISTED)
+        case _Key.STANDS:
+            state = replace(state, life=Life.UNLISTED)
     return _heed_order(_take_view(state, view, now))
 
 
-def is_past(now: Round | None, newest: Round | None) -> bool:
+def is_past(now: schema.Round | None, newest: schema.Round | None) -> bool:
     """Whether etcd has lost `newest`: `now` is older, or of a generation that began once more.
 
     That is so after an older backup of etcd was restored.
@@ -532,12 +511,12 @@ def is_past(now: Round | None, newest: Round | None) -> bool:
     if newest.master:  # it was final
         return now.master != newest.master
     earlier = _ORDER.index(now.phase) < _ORDER.index(newest.phase)
-    return earlier or (now.phase is not Phase.FINAL and _led_by_another(now, newest))
+    return earlier or (now.phase is not schema.Phase.FINAL and _led_by_another(now, newest))
 
 
-def _led_by_another(now: Round, newest: Round) -> bool:
+def _led_by_another(now: schema.Round, newest: schema.Round) -> bool:
     """Whether that generation was begun by another member than `newest` was, which is not final."""
-    begun = newest.phase is not Phase.FINAL and now.generation == newest.generation
+    begun = newest.phase is not schema.Phase.FINAL and now.generation == newest.generation
     return begun and now.coordinator != newest.coordinator
 
 
@@ -575,13 +554,13 @@ def _take_view(state: State, view: View, now: float) -> State:
     if _joins(view) and old and len(view.acks) > len(old.acks):
         arrived = True  # at the end of the step that the others are in
     vacant_since = None
-    if vacant(view):
+    if rules.vacant(view):
         vacant_since = now if state.vacant_since is None else state.vacant_since
     local, newest = state.local, state.newest
     if view.round and newest and _led_by_another(view.round, newest):
         local = replace(local, acked=0)  # that was of a round that etcd has lost
     lasted = state.lasted
-    if was and was[1] is Phase.FINAL and was != is_:
+    if was and was[1] is schema.Phase.FINAL and was != is_:
         lasted = Lasted(was[0], now - state.phase_since)
     return replace(
         state,
@@ -598,7 +577,7 @@ def _take_view(state: State, view: View, now: float) -> State:
 def _heed_order(state: State) -> State:
     """Leave, as on a signal, if people want that of a job that is not over."""
     local, view = state.local, state.view
-    if view is None or state.ending or ended(view, local) or not _departure(state):
+    if view is None or state.ending or rules.ended(view, local) or not _departure(state):
         return state
     return replace(state, local=replace(local, leaving=True))
 
@@ -620,7 +599,7 @@ def _leave_out_silence(state: State, now: float) -> State:
     joined = state.join_since + now - max(state.join_since, silent)
     began = state.phase_since + now - max(state.phase_since, silent)
     seen = state.view.round if state.view else None
-    if seen and seen.phase is Phase.FINAL:
+    if seen and seen.phase is schema.Phase.FINAL:
         began = state.phase_since
     vacant_since = state.vacant_since
     if vacant_since is not None:
@@ -636,6 +615,38 @@ def _leave_out_silence(state: State, now: float) -> State:
     )
 
 
+# --- the own key, and the lease that binds it -----------------------------------------------
+#
+# Without its key an agent is no member: each fence of its writes compares the key's create
+# revision. The key may be gone with the lease, or by somebody's hand alone, and an agent finds it
+# out in three ways, none of which says why:
+#
+#     a view without the key ───────────────────> _see
+#     the server's word that the lease is gone ──> _hear_of_lost_lease, as a view without the key
+#     etcd is silent until the lease may end ────> _give_up_lease, if workers must end with it
+#
+# A key is only a sign that an agent lives, and whoever ends a world writes its round. So an agent
+# whose world's round is still the newest has lost nothing but the sign: its workers train on, and
+# it puts the key back, fenced by the ledger that every claim writes. Nothing else is safe: others
+# may have begun another round, or count on workers that are gone with the lease (--when-cut-off).
+
+
+class _Key(Enum):
+    """The own member key in a view, and what it means that it is not there."""
+
+    LISTED = "it is there, or the run is over"
+    STANDS = "it is gone, and the world goes on: to be put back"
+    LOST = "it is gone, and the membership with it"
+
+
+def _own_key(state: State, view: View) -> _Key:
+    """Say whether the own key is in `view`, and else what follows; after the end nothing does."""
+    unlisted = state.life is Life.UNLISTED and not rules.ended(view, state.local)
+    if not (unlisted or rules.vanished(view, state.local)):
+        return _Key.LISTED
+    return _Key.STANDS if _stands(state, view) else _Key.LOST
+
+
 def _stands(state: State, view: View) -> bool:
     """Whether `view` shows the final round that this agent knows, though its key is gone.
 
@@ -647,17 +658,27 @@ def _stands(state: State, view: View) -> bool:
         return False
     if limits.cut_off is not None or (view.coverage == Everything() and view.spec is None):
         return False
-    if now is None or (now.generation, now.phase) != (was.generation, Phase.FINAL):
+    if now is None or (now.generation, now.phase) != (was.generation, schema.Phase.FINAL):
         return False
-    return was.phase is Phase.FINAL and state.local.running in (0, now.generation)
+    return was.phase is schema.Phase.FINAL and state.local.running in (0, now.generation)
 
 
 def _waits_to_be_listed(state: State) -> bool:
     """Whether the own key is gone, or is put back and not seen yet: the end of the job counts."""
-    view, local = state.view, state.local
-    if view is None or ended(view, local):
-        return False
-    return state.life is Life.UNLISTED or vanished(view, local)
+    return state.view is not None and _own_key(state, state.view) is not _Key.LISTED
+
+
+def _hear_of_lost_lease(state: State, now: float) -> State:
+    """Take it as a view in which the own key is gone: the fence of `relist` finds out the rest.
+
+    The views may be behind, and none come where etcd refuses them, too.
+    """
+    if state.life is Life.MEMBER and state.view:
+        state = _see(state, without(state.view, state.local.lease), now)
+    if state.life is Life.UNLISTED:
+        return state
+    lost = replace(_lose_lease(state), life=Life.LOST)  # while joining: then once more
+    return replace(lost, life=Life.LEAVING) if state.ending else lost
 
 
 def _hear_relisted(state: State, event: Relisted, now: float) -> State:
@@ -677,19 +698,6 @@ def _hear_relisted(state: State, event: Relisted, now: float) -> State:
         tried=(),
         listing_until=now + event.patience,
     )
-
-
-def _hear_of_lost_lease(state: State, now: float) -> State:
-    """It is as a view in which the own key is gone: the fence of `relist` finds out the rest.
-
-    The views may be behind, and none come where etcd refuses them, too.
-    """
-    if state.life is Life.MEMBER and state.view:
-        state = _see(state, without(state.view, state.local.lease), now)
-    if state.life is Life.UNLISTED:
-        return state
-    lost = replace(_lose_lease(state), life=Life.LOST)  # while joining: then once more
-    return replace(lost, life=Life.LEAVING) if state.ending else lost
 
 
 def _lose_lease(state: State) -> State:
@@ -722,6 +730,9 @@ def _give_up_lease(state: State, now: float, actions: list[Action]) -> State:
     return replace(state, silent_since=None, local=local)
 
 
+# --- what other events change -------------------------------------------------------------
+
+
 def _hear_answer(state: State, ok: bool) -> State:
     """A refused write is not tried again before the view has changed."""
     write, local = state.pending, state.local
@@ -729,13 +740,13 @@ def _hear_answer(state: State, ok: bool) -> State:
     if write is None or write.lease != local.lease:
         return state
     match write.what:
-        case ReportEnd(Failure(), False) if not ok:
+        case ReportEnd(schema.Failure(), False) if not ok:
             return state  # the next generation was faster; its victim, once that is seen
         case ReportEnd():
             return replace(state, local=replace(local, reported=write.generation))
         case MarkLeaving():
             return replace(state, marked=True)
-        case Ack() if ok:
+        case rules.Ack() if ok:
             return replace(state, local=replace(local, acked=write.generation))
     return state
 
@@ -762,8 +773,8 @@ def _end_worker(state: State, event: WorkerEnded | WorkersHang, now: float) -> S
 
 
 def _hear_of_processes(
-    local: Local, event: WorkersGone | WorkersElastic | WorkersFinished | PeerDead
-) -> Local:
+    local: rules.Local, event: WorkersGone | WorkersElastic | WorkersFinished | PeerDead
+) -> rules.Local:
     """Note that an agent is dead, or how the workers are; of an older generation it is no news."""
     if isinstance(event, PeerDead):
         return replace(local, dead=(*local.dead, event.lease))
@@ -837,9 +848,9 @@ def _react(state: State, now: float, actions: list[Action]) -> State:
     if isinstance(state.ending, Outdated):
         return state
     if _waits_to_be_listed(state):
-        return _set_timer(state, Wait("its key is gone"), now, actions)
+        return _set_timer(state, rules.Wait("its key is gone"), now, actions)
     if _cut_off(state) and (state.local.leaving or state.life is Life.LEAVING):
-        state = _set_timer(state, Wait("leaving"), now, actions)
+        state = _set_timer(state, rules.Wait("leaving"), now, actions)
     if state.local.leaving:
         if state.marked or _is_done(state):
             return state
@@ -885,31 +896,33 @@ def _report_end(state: State, actions: list[Action]) -> State:
     return _write(state, actions, report, generation, basis)
 
 
-def _decide(state: State, view: View, limits: Limits, now: float, actions: list[Action]) -> State:
+def _decide(
+    state: State, view: View, limits: schema.Limits, now: float, actions: list[Action]
+) -> State:
     lasted = state.lasted.seconds if state.lasted.generation == view.ledger.final else 0.0
     clock = now if state.silent_since is None else state.silent_since
     phase, join = clock - state.phase_since, clock - state.join_since
     waited = clock - (clock if state.vacant_since is None else state.vacant_since)
     listing = max(0.0, state.listing_until - clock)
-    elapsed = Elapsed(max(0.0, phase), max(0.0, join), lasted, max(0.0, waited), listing)
+    elapsed = rules.Elapsed(max(0.0, phase), max(0.0, join), lasted, max(0.0, waited), listing)
     scaled = requests.scaled(view, state.local.run, limits)
-    decision = decide(view, state.local, scaled, elapsed)
+    decision = rules.decide(view, state.local, scaled, elapsed)
     if decision.reason != state.logged:
         actions.append(Log(decision))
         state = replace(state, logged=decision.reason)
-    if isinstance(decision, Stop):
+    if isinstance(decision, rules.Stop):
         grace = Grace.CHANGE if decision.planned else Grace.FAILURE
         grace = Grace.JOIN if decision.patient else grace
         state = _stop_workers(state, actions, grace)
         return _decide(state, view, limits, now, actions)
     state = _set_timer(state, decision, now, actions)
     match decision:
-        case Wait():
+        case rules.Wait():
             return state
-        case Leave(reason):
+        case rules.Leave(reason):
             state = _stop_workers(_end_life(state, Over(reason)), actions, Grace.CHANGE)
             return _react(state, now, actions)
-        case Run(_, begins, part):
+        case rules.Run(_, begins, part):
             state = _start_workers(state, begins, part, actions)
             return _decide(state, view, limits, now, actions)  # a coordinator has more to do
     generation = view.round.generation if view.round else 0
@@ -918,7 +931,7 @@ def _decide(state: State, view: View, limits: Limits, now: float, actions: list[
     return _write(state, actions, decision, generation, basis)
 
 
-def _set_timer(state: State, decision: Decision, now: float, actions: list[Action]) -> State:
+def _set_timer(state: State, decision: rules.Decision, now: float, actions: list[Action]) -> State:
     """Due when the decision may change, a failure was held for long enough or a lease may end.
 
     While etcd is silent only its answer changes a decision.
@@ -927,7 +940,7 @@ def _set_timer(state: State, decision: Decision, now: float, actions: list[Actio
     if cut_off := _cut_off(state):
         due.append(cut_off[0])
     answers = state.silent_since is None
-    if answers and isinstance(decision, Wait) and decision.until is not None:
+    if answers and isinstance(decision, rules.Wait) and decision.until is not None:
         due.append(now + decision.until)
     at = min(due, default=None)
     if at == state.timer:
@@ -936,7 +949,9 @@ def _set_timer(state: State, decision: Decision, now: float, actions: list[Actio
     return replace(state, timer=at)
 
 
-def _start_workers(state: State, begins: Round, part: Participant, actions: list[Action]) -> State:
+def _start_workers(
+    state: State, begins: schema.Round, part: schema.Participant, actions: list[Action]
+) -> State:
     assert not state.local.running, "I3: older workers are alive"
     actions.append(StartWorkers(begins, part))
     generation = begins.generation

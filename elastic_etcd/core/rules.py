@@ -45,10 +45,10 @@ import math
 from enum import Enum
 from typing import TypeAlias
 
-from msgspec import UNSET, Struct
+from msgspec import Struct
 from msgspec.structs import replace
 
-from elastic_etcd.core import final_failures, hangs, no_progress, requests, suspects
+from elastic_etcd.core import failure_policies, hangs, requests
 from elastic_etcd.core.peers import blames_peers, is_left, was_left
 from elastic_etcd.core.ranks import assign, choose, ranked
 from elastic_etcd.core.schema import (
@@ -59,13 +59,14 @@ from elastic_etcd.core.schema import (
     Member,
     Outcome,
     Participant,
+    Past,
     Phase,
     Round,
     hexed,
 )
 from elastic_etcd.core.view import Everything, Narrow, View
 from elastic_etcd.core.words import NAMED, counted, listed
-from elastic_etcd.times import ACK_PATIENCE, LEAD_TURN, LONGEST_BACKOFF, STOP_PATIENCE
+from elastic_etcd.times import ACK_PATIENCE, LEAD_TURN, STOP_PATIENCE
 
 JOIN_SETTLE = 1.0  # a change costs nothing where workers recover in process
 FIRST_RANKS = 8  # who tries at once to take a lost coordinator's place
@@ -301,7 +302,7 @@ def awaited(view: View, now: Round, local: Local, limits: Limits) -> str:
     """The thing for which a member waits that has nothing to do in this round."""
     if now.phase is Phase.FINAL and _known(view, now) and not view.part(local.lease):
         own, larger = _own_name(view, local), limits.larger(now.nodes)
-        why = suspects.why_left_out(now.suspects, own, limits.suspect_after)
+        why = failure_policies.why_left_out(now, own, limits)
         if why and larger:
             return f"spare, until it is needed: {why}"
         if larger == now.nodes + 1:
@@ -527,67 +528,82 @@ def _freeze(
     limits: Limits,
     elapsed: Elapsed,
 ) -> Decision:
-    """Count the failure that ended the last world, then freeze or close.
+    """Count what ended the last world, then freeze the round or close the job.
 
-    A failure counts when all of the last world's nodes are back: if one of them is lost, the
-    failures of the others are its victims (pytorch#91943), and a world of newcomers only
-    starts with a fresh budget. Restarts that were used are forgiven once the worlds since the last
-    failure have lasted for the restart window together, however many they were. None is used for a
-    failure that another start would only repeat, nor for one after which restarts have come no
-    further again and again: they end the job.
+    Which of four things has ended it decides what it costs, and the first that fits is it:
+
+        all of its nodes are new ─> nothing is remembered: a world of newcomers has a fresh budget
+        a node of it is gone ─────> nothing: failures of the others are its victims (pytorch#91943)
+        no worker has failed ─────> nothing: it was ended for newcomers, or what etcd had was wrong
+        a worker has failed ──────> its node is left out ─> nothing, as long as others are enough
+                                    another start is no use, or all are used up ─> the job ends
+                                    else ─> a restart, after a while if workers fail at once
+
+    That a node is gone can be seen only here, when all that live are back, because a dying node's
+    peers fail before it is missed. Nothing counts before a world begins with it: the round has it
+    until then, and if this coordinator is lost the next one counts the same from the same ledger
+    and reports, so that no failure counts twice however often a formation begins anew.
     """
     left = left_here(view, local) or next((ack.left for ack in view.acks if ack.left), "")
-    culprit, lost, ledger = _culprit(view, left), _lost(view), view.ledger
-    known = _remembered(view, [*lost.values()], culprit, limits, elapsed)
-    fit, doubt = _fit(view, ready, known, limits)
-    trained = round(ledger.trained + elapsed.ran, 3)
-    before = early = ledger.early or ""
-    stalled = ledger.stalled or ()
-    if culprit and not lost:
-        early = final_failures.noted(early, culprit, trained)
-    if _all_new(view):
-        ledger = replace(ledger, restarts=0, rapid_failures=0)
-        early, trained, stalled = "", 0.0, ()
-    elif culprit and lost:
-        if now.reason.startswith(tuple(f"{node} is leaving" for node in lost.values())):
-            now = replace(now, cause=Cause.LEAVE)
-        else:
-            now = replace(now, reason=_are_lost(local, lost), cause=Cause.LOST)
-    elif culprit and culprit.node in doubt.difference(m.node for m in fit):
-        why = suspects.why_left_out(known, culprit.node, limits.suspect_after)
-        now = replace(now, reason=f"{culprit}; {why}", cause=Cause.FAILURE)
-        ledger = replace(ledger, rapid_failures=0)
-    elif culprit and (why := final_failures.why_final(before, early, culprit)):
-        wrong = final_failures.is_usage_error(culprit)
-        verdict = Verdict.WRONG_USAGE if wrong else Verdict.FAILED
-        return _close(now, verdict, f"{culprit}; {why}", culprit)
-    elif culprit:
-        stalled = no_progress.noted(stalled, culprit, limits.stop_after_no_progress)
-        if why := no_progress.why_final(stalled, limits.stop_after_no_progress):
-            return _close(now, Verdict.NO_PROGRESS, f"{culprit}; {why}", culprit)
-        spent = 0 if trained >= limits.restart_window else ledger.restarts
-        rapid = ledger.rapid_failures + 1 if culprit.uptime < limits.min_uptime else 0
-        if spent >= limits.max_restarts:
-            return _give_up(now, culprit, limits, no_progress.repeated(stalled))
-        ledger = replace(ledger, restarts=spent + 1, rapid_failures=rapid)
-        trained = 0.0
-        if is_left(culprit):  # which may be known since the claim only
-            now = replace(now, reason=str(culprit), cause=Cause.FAILURE)
-        backoff = 0.0 if rapid < 2 else min(LONGEST_BACKOFF, 2.0 ** min(rapid - 2, 10))
-        if elapsed.phase < backoff:
-            why = f"workers failed {rapid} times right after their start"
-            return Wait(why, backoff - elapsed.phase)
+    culprit, lost = _culprit(view, left), _lost(view)
+    past = failure_policies.after(view.ledger, elapsed.ran)
+    match _all_new(view), bool(lost), culprit:
+        case True, _, _:
+            past = replace(past, restarts=0, trained=0.0, failures=())
+        case _, True, _:
+            gone = [node for node in lost.values() if not requests.drained(view, node)]
+            past = failure_policies.with_gone(past, gone, limits)
+            now = _ended_by_lost(now, local, lost) if culprit else now
+        case _, _, Failure():
+            cost = _count(view, now, culprit, past, ready, limits)
+            if isinstance(cost, Close):
+                return cost
+            now, past = cost
+            backoff = failure_policies.backoff(past)
+            if elapsed.phase < backoff:
+                times = failure_policies.rapid_failures(past)
+                why = f"workers failed {times} times right after their start"
+                return Wait(why, backoff - elapsed.phase)
+    fit, _ = _fit(view, ready, past, limits)
     frozen = replace(
         now,
         phase=Phase.FROZEN,
-        restarts=ledger.restarts,
-        rapid_failures=ledger.rapid_failures,
-        trained=trained,
-        suspects=known,
-        early=early or UNSET,
-        stalled=stalled or UNSET,
+        restarts=past.restarts,
+        trained=past.trained,
+        failures=past.failures,
     )
     return _freeze_with(fit, frozen, ready, view, limits, elapsed)
+
+
+def _ended_by_lost(now: Round, local: Local, lost: dict[int, str]) -> Round:
+    """The round of which a worker's failure was the reason, before these nodes were missed."""
+    if now.reason.startswith(tuple(f"{node} is leaving" for node in lost.values())):
+        return replace(now, cause=Cause.LEAVE)
+    return replace(now, reason=_are_lost(local, lost), cause=Cause.LOST)
+
+
+def _count(
+    view: View, now: Round, culprit: Failure, past: Past, ready: list[Member], limits: Limits
+) -> tuple[Round, Past] | Close:
+    """Say what a worker's failure costs: nothing, a restart or the job."""
+    used = failure_policies.restarts_used(past, limits)
+    noted = failure_policies.with_failure(past, culprit, limits)
+    fit, doubt = _fit(view, ready, noted, limits)
+    if culprit.node in doubt.difference(m.node for m in fit):
+        why = failure_policies.why_left_out(noted, culprit.node, limits)
+        free = failure_policies.with_failure(past, culprit, limits, free=True)
+        return replace(now, reason=f"{culprit}; {why}", cause=Cause.FAILURE), free
+    if why := failure_policies.final_error(noted):
+        wrong = failure_policies.is_usage_error(noted.failures[-1])
+        verdict = Verdict.WRONG_USAGE if wrong else Verdict.FAILED
+        return _close(now, verdict, f"{culprit}; {why}", culprit)
+    if why := failure_policies.no_progress(noted, limits):
+        return _close(now, Verdict.NO_PROGRESS, f"{culprit}; {why}", culprit)
+    if used >= limits.max_restarts:
+        return _give_up(now, culprit, limits, failure_policies.repeated(noted))
+    if is_left(culprit):  # which may be known since the claim only
+        now = replace(now, reason=str(culprit), cause=Cause.FAILURE)
+    return now, replace(noted, restarts=used + 1)
 
 
 def _freeze_with(
@@ -620,25 +636,11 @@ def _but(members: list[Member], those: list[Member]) -> list[Member]:
 
 
 def _fit(
-    view: View, ready: list[Member], known: suspects.Suspects, limits: Limits
+    view: View, ready: list[Member], past: Past, limits: Limits
 ) -> tuple[list[Member], frozenset[str]]:
     """Those of `ready` that take part, and the names of the nodes that had better not."""
-    doubt = suspects.doubted(known, limits.suspect_after)
-    return suspects.trusted(ready, doubt, _leases(view), limits.min_nodes), doubt
-
-
-def _remembered(
-    view: View, lost: list[str], culprit: Failure | None, limits: Limits, elapsed: Elapsed
-) -> suspects.Suspects:
-    """The suspects, with what ended the last world: a lost node, else a worker's failure."""
-    after = limits.suspect_after
-    if _all_new(view) or not after:
-        return ()
-    known = suspects.aged(view.ledger.suspects, elapsed.ran, after)
-    if lost or not culprit or not culprit.node:
-        return suspects.went(known, [node for node in lost if not requests.drained(view, node)])
-    rapid = culprit.uptime < limits.min_uptime or bool(culprit.hang)
-    return suspects.failed(known, culprit.node, rapid=rapid)
+    doubt = failure_policies.doubted(past, limits)
+    return failure_policies.trusted(ready, doubt, _leases(view), limits.min_nodes), doubt
 
 
 def _all_new(view: View) -> bool:
@@ -669,7 +671,7 @@ def _lead_frozen(view: View, now: Round, local: Local, limits: Limits) -> Decisi
     """All that are ready and still there take part; group rank 0's ack says where its store is."""
     masters = {ack.lease: ack.master for ack in view.acks}
     ready = [m for m in _live(view) if m.lease in masters]
-    fit, _ = _fit(view, ready, now.suspects, limits)
+    fit, _ = _fit(view, ready, now, limits)
     last, size = _leases(view), limits.largest(len(fit))
     if not size:
         why = f"only {_are(len(fit))} left of those that were ready"
@@ -691,11 +693,8 @@ def _lead_frozen(view: View, now: Round, local: Local, limits: Limits) -> Decisi
         final=now.generation,
         nodes=len(world),
         restarts=now.restarts,
-        rapid_failures=now.rapid_failures,
         trained=now.trained,
-        suspects=now.suspects,
-        early=now.early,
-        stalled=now.stalled,
+        failures=now.failures,
     )
     return Finalise("all participants are ready", final, ledger, world)
 
@@ -762,8 +761,8 @@ def _take_in(
     or goes again and again is left out. A world always has the minimum of nodes, so that nobody
     below it waits here.
     """
-    after = limits.suspect_after
-    off = {m.lease: suspects.left(now.suspects, m.node, after) - elapsed.phase for m in waiting}
+    left_out = failure_policies.left_out(now, limits)
+    off = {m.lease: left_out.get(m.node, 0.0) - elapsed.phase for m in waiting}
     welcome = [m for m in waiting if off[m.lease] <= 0]
     nodes, there = _train(now.nodes), now.nodes + len(welcome)
     if there < limits.larger(now.nodes):
@@ -793,8 +792,8 @@ def _give_up(now: Round, culprit: Failure, limits: Limits, repeated: str) -> Clo
 
 
 def _succeeded(view: View, now: Round, limits: Limits) -> Close:
-    world, suspected = {p.node for p in view.world}, view.ledger.suspects
-    out = suspects.were_left_out(suspected, world, limits.suspect_after)
+    world = {p.node for p in view.world}
+    out = failure_policies.were_left_out(view.ledger, world, limits)
     return _close(now, Verdict.SUCCEEDED, f"every participant is done{out}")
 
 

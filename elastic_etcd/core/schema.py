@@ -1,6 +1,6 @@
 """The keys of a job in etcd: their names, and what each of them holds.
 
-Every value is a JSON object with "v": 1 and sorted keys, so that
+Every value is a JSON object with "v": 2 and sorted keys, so that
 `etcdctl get --prefix /elastic_etcd/JOB` reads well. Anybody with the right to write may have
 written it: `decode` ignores fields that it does not know and refuses what is not as described
 here, by the field's path. docs/contributing/keys.md shows each value with an example; times in them
@@ -24,7 +24,8 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from elastic_etcd.core import words
 from elastic_etcd.times import GRACE_LEAVE, STOP_PATIENCE, UNKILLABLE
 
-VERSION = 1
+VERSION = 2
+_READ = (1, VERSION)  # the versions of values that are read; only a round and a ledger differ
 PREFIX = "/elastic_etcd"
 # A job or a part of a prefix that is called so could lie among another job's keys.
 PARTS = frozenset(
@@ -44,7 +45,9 @@ MOST_SIZES = 1024  # that a world may have
 MOST_DRAINS = 1024
 MOST_STRAGGLERS = 1024
 MOST_DIVERGENCES = 8  # lines of a world
-MOST_STALLED = 20  # failures in a row without progress, which are remembered
+MOST_STALLED = 20  # failures in a row without progress, which end a job
+MOST_FAILURES = MOST_STALLED + 1  # that are remembered, the one that came furthest among them
+MOST_PAST = 32  # and beside them so many nodes that went, together
 MOST_INDICES = 32  # of a batch
 MOST_SECONDS = 1e12
 
@@ -300,7 +303,7 @@ class Limits(Sizes, frozen=True):
     restart_window: Seconds = 3600.0
     min_uptime: Seconds = 10.0
     suspect_after: Number = 2  # rapid failures of a node, or times that it went; 0: never
-    # Restarts in a row that come no further, see no_progress.py; 0: never.
+    # Restarts in a row that come no further, see failure_policies.py; 0: never.
     stop_after_no_progress: Annotated[int, Meta(ge=0, le=MOST_STALLED)] = 3
     hang_action: Literal["report", "restart"] = "report"
     compare_every: Every = "auto"  # commits, from a comparison of the replicas to the next
@@ -446,19 +449,57 @@ class Master(Value, frozen=True):
     port: Port
 
 
-class Suspect(Value, frozen=True):
-    """A node that failed or went again and again, by name: see core/suspects.py."""
+class TrainingPlace(Value, frozen=True):
+    """How far a worker had come in the whole training, over all worlds.
 
-    node: Text
-    failed: Number = 0  # times in a row that a worker of it failed right after its start
-    went: Number = 0  # times that it was lost or left
-    since: Seconds = 0.0  # that worlds have trained since the last of these
+    So many steps after a commit of its state; or the step that the script itself has told.
+    """
+
+    step: Number
+    commit: Number | UnsetType = UNSET
+    epoch: Number | UnsetType = UNSET
+    batch: Number | UnsetType = UNSET  # of the epoch, the first is 0
+    indices: Annotated[tuple[Number, ...], Meta(max_length=MOST_INDICES)] = ()  # that rank's
 
 
-class Round(Lasting, frozen=True):
-    """An agreement on a set of members, who stand in the pages of the world."""
+class FailureKind(StrEnum):
+    """The kinds of failures that later worlds are decided by."""
 
-    OPTIONAL: ClassVar = ("early", "stalled")
+    ERROR = "error"  # a worker ended badly
+    PEERS = "peers"  # it said that its peers were gone, and nobody knew why
+    HANG = "hang"  # it was given up, or others had left it
+    GONE = "gone"  # a node was lost or has left
+
+
+class PastFailure(Value, frozen=True):
+    """A line of the log of failures: the end of a world, in short."""
+
+    node: Text  # "": nobody in particular
+    kind: FailureKind
+    at: Seconds  # that worlds of the run had trained by then
+    rank: Number = 0
+    code: ExitCode = 0
+    what: Text = ""  # the error
+    frame: Text = ""  # where it was raised, of one before the first step
+    rapid: bool = False  # within --min-uptime of the worker's start
+    early: bool = False  # the run had trained no step by then
+    free: bool = False  # its node was left out, so that it used no restart
+    place: TrainingPlace | UnsetType = UNSET  # in the training, of one that tells it
+
+
+class Past(Lasting, frozen=True, kw_only=True):
+    """The failures of a run until now: see failure_policies.py."""
+
+    restarts: Number = 0  # that are used of the budget
+    trained: Seconds = 0.0  # by all worlds of the run together: the clock of the failures
+    failures: Annotated[tuple[PastFailure, ...], Meta(max_length=MOST_PAST)] = ()  # oldest first
+
+
+class Round(Past, frozen=True):
+    """An agreement on a set of members, who stand in the pages of the world.
+
+    From its freeze on it has the past that becomes the ledger's.
+    """
 
     generation: Number
     phase: Phase
@@ -469,14 +510,8 @@ class Round(Lasting, frozen=True):
     nodes: Number = 0  # of the world, once it is final, as the next two
     world_size: Number = 0
     master: Master | None = None
-    restarts: Number = 0
-    rapid_failures: Number = 0
-    trained: Seconds = 0.0
-    suspects: tuple[Suspect, ...] = ()
     cause: Cause = Cause.FAILURE
     joins: bool = False  # for newcomers, and nothing is wrong: a step may take as long as it takes
-    early: Text | UnsetType = UNSET  # as the ledger's, and the next
-    stalled: "Stalled" = UNSET
 
     def __post_init__(self) -> None:
         """Raises ValueError for what can't be a round."""
@@ -492,21 +527,12 @@ class Round(Lasting, frozen=True):
         return self.cause in (Cause.LEAVE, Cause.JOIN, Cause.SCALE)
 
 
-class Ledger(Lasting, frozen=True):
+class Ledger(Past, frozen=True):
     """The facts that outlive a round: bound to no lease, they change with the generation."""
-
-    OPTIONAL: ClassVar = ("early", "stalled")
 
     generation: Number = 0  # the last one handed out
     final: Number = 0  # the last one that had a world
     nodes: Number = 0  # of that world
-    restarts: Number = 0  # that are used of the budget
-    rapid_failures: Number = 0  # times in a row that a worker failed right after its start
-    trained: Seconds = 0.0  # by the worlds since the last failure together
-    suspects: tuple[Suspect, ...] = ()  # nodes that are left out, or soon will be
-    early: Text | UnsetType = UNSET  # error before any step of the run, see final_failures.py
-    # The failure that came furthest, and those since, in short: see no_progress.py.
-    stalled: "Stalled" = UNSET
 
 
 class Ready(Value, frozen=True):
@@ -518,19 +544,6 @@ class Ready(Value, frozen=True):
     lease: int
     master: Master | None = None  # where it will serve the store, should it become group rank 0
     left: Text | UnsetType = UNSET  # a worker that had left its world's others, and how
-
-
-class TrainingPlace(Value, frozen=True):
-    """How far a worker had come in the whole training, over all worlds.
-
-    So many steps after a commit of its state; or the step that the script itself has told.
-    """
-
-    step: Number
-    commit: Number | UnsetType = UNSET
-    epoch: Number | UnsetType = UNSET
-    batch: Number | UnsetType = UNSET  # of the epoch, the first is 0
-    indices: Annotated[tuple[Number, ...], Meta(max_length=MOST_INDICES)] = ()  # that rank's
 
 
 class Failure(Value, frozen=True):
@@ -570,9 +583,6 @@ class Failure(Value, frozen=True):
             return ""
         # The agent's word stands before what the worker said itself.
         return lines[0] if lines[0].startswith("out of memory: ") else lines[-1]
-
-
-Stalled: TypeAlias = Annotated[tuple[Failure, ...], Meta(max_length=MOST_STALLED + 1)] | UnsetType
 
 
 class Report(Value, frozen=True):
@@ -887,10 +897,16 @@ def _fields(text: str) -> dict[str, Any]:
     fields = msgspec.json.decode(text)
     if not isinstance(fields, dict):
         raise ValueError("not a JSON object")
-    if fields.get("v") != VERSION:
+    if fields.get("v") not in _READ:
         version = str(fields.get("v"))[:40]
         raise ValueError(f"format version {version}, this program knows {VERSION}")
+    if fields["v"] == 1 and "rapid_failures" in fields:  # a round or a ledger
+        fields = {k: v for k, v in fields.items() if k not in _COUNTERS} | {"failures": []}
     return fields
+
+
+# Of version 1, in place of a log; commands show how many restarts such a run has used.
+_COUNTERS = frozenset(("rapid_failures", "suspects", "early", "stalled"))
 
 
 def _later(kind: type[Value], fields: dict[str, Any]) -> tuple[tuple[str, str], ...]:

@@ -14,44 +14,14 @@ from typing import TypeAlias, TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from elastic_etcd.core.schema import (
-    VERSION,
-    Divergence,
-    Hang,
-    Keys,
-    Ledger,
-    Member,
-    NodeSteps,
-    Outcome,
-    Page,
-    Participant,
-    Phase,
-    Ready,
-    Report,
-    Requests,
-    Round,
-    Spec,
-    StepTime,
-    Stragglers,
-    Unfit,
-    Value,
-    Watched,
-    decimal,
-    decode,
-    format_of,
-    unhexed,
-)
+from elastic_etcd.core import schema
 from elastic_etcd.core.txn import Get, KeyValue, Snapshot
 
-V = TypeVar("V", bound=Value)
+V = TypeVar("V", bound=schema.Value)
 _BY_LEASE = attrgetter("lease")
 _BY_RANK = attrgetter("group_rank")
-_DEPTH = {
-    "acks": 3,
-    "reports": 3,
-    "steps": 3,
-    "history": 2,
-}  # parts of a key in a folder by generations
+# Parts of a key in a folder by generations.
+_DEPTH = {"acks": 3, "reports": 3, "steps": 3, "history": 2}
 _SHOWN = 256  # characters of a key, and of what is wrong with it
 
 
@@ -74,30 +44,30 @@ class View(Struct, frozen=True):
 
     revision: int
     coverage: Coverage
-    round: Round | None = None
+    round: schema.Round | None = None
     round_mod: int = 0
-    ledger: Ledger = Ledger()
+    ledger: schema.Ledger = schema.Ledger()
     ledger_mod: int = 0
-    coordinator: Member | None = None
-    members: tuple[Member, ...] = ()
-    page: Page | None = None  # the one on which the agent is, if it takes part
-    world: tuple[Participant, ...] = ()  # the last one, in rank order
-    acks: tuple[Ready, ...] = ()
-    reports: tuple[Report, ...] = ()
-    spec: Spec | None = None
-    outcome: Outcome | None = None
+    coordinator: schema.Member | None = None
+    members: tuple[schema.Member, ...] = ()
+    page: schema.Page | None = None  # the one on which the agent is, if it takes part
+    world: tuple[schema.Participant, ...] = ()  # the last one, in rank order
+    acks: tuple[schema.Ready, ...] = ()
+    reports: tuple[schema.Report, ...] = ()
+    spec: schema.Spec | None = None
+    outcome: schema.Outcome | None = None
     outcome_mod: int = 0  # of one that can't be read
-    hang: Hang | None = None
+    hang: schema.Hang | None = None
     hang_mod: int = 0
-    wanted: Requests | None = None
+    wanted: schema.Requests | None = None
     wanted_mod: int = 0
-    watched: Watched | None = None
-    stragglers: Stragglers | None = None
+    watched: schema.Watched | None = None
+    stragglers: schema.Stragglers | None = None
     stragglers_mod: int = 0
-    divergence: Divergence | None = None
-    steps: tuple[NodeSteps, ...] = ()  # of the generation that trains
-    step_times: tuple[StepTime, ...] = ()  # of whatever generation each is
-    unfit: tuple[Unfit, ...] = ()  # nodes that were kept out lately
+    divergence: schema.Divergence | None = None
+    steps: tuple[schema.NodeSteps, ...] = ()  # of the generation that trains
+    step_times: tuple[schema.StepTime, ...] = ()  # of whatever generation each is
+    unfit: tuple[schema.Unfit, ...] = ()  # nodes that were kept out lately
     history: tuple[tuple[int, str], ...] = ()
     acked: tuple[int, ...] = ()
     reported: tuple[int, ...] = ()
@@ -109,9 +79,15 @@ class View(Struct, frozen=True):
     @property
     def last(self) -> int:
         """The generation of the last world."""
-        if self.round and self.round.phase is Phase.FINAL:
+        if self.round and self.round.phase is schema.Phase.FINAL:
             return self.round.generation
         return self.ledger.final
+
+    @property
+    def restarts(self) -> int:
+        """The restarts that are used: a final round, which is seen before its ledger, has them."""
+        now = self.round
+        return (now if now and now.phase is schema.Phase.FINAL else self.ledger).restarts
 
     @property
     def trains(self) -> int:
@@ -122,16 +98,16 @@ class View(Struct, frozen=True):
         now = self.round
         if now is None:
             return 0
-        if now.phase is Phase.FINAL:
+        if now.phase is schema.Phase.FINAL:
             return now.generation
-        return self.ledger.final if now.joins and now.phase is Phase.JOINABLE else 0
+        return self.ledger.final if now.joins and now.phase is schema.Phase.JOINABLE else 0
 
-    def part(self, lease: int) -> Participant | None:
+    def part(self, lease: int) -> schema.Participant | None:
         """The member with `lease` in the last world, as far as it is known here."""
         return next((p for p in self.participants if p.lease == lease), None)
 
     @property
-    def participants(self) -> tuple[Participant, ...]:
+    def participants(self) -> tuple[schema.Participant, ...]:
         """Those of the last world, as far as they are known here."""
         return self.page.participants if self.page else self.world
 
@@ -143,7 +119,7 @@ def without(view: View, lease: int) -> View:
     return replace(view, members=members, coordinator=None if leads else view.coordinator)
 
 
-def covered(keys: Keys, coverage: Coverage, lease: int = 0) -> tuple[Get, ...]:
+def covered(keys: schema.Keys, coverage: Coverage, lease: int = 0) -> tuple[Get, ...]:
     """The keys that the member with `lease` mirrors: a constant number, unless everything."""
     if isinstance(coverage, Everything):
         return (Get(keys.root + "/", prefix=True),)
@@ -155,43 +131,43 @@ def covered(keys: Keys, coverage: Coverage, lease: int = 0) -> tuple[Get, ...]:
     return (*watched, Get(keys.member(coverage.coordinator)))
 
 
-def view_of(snapshot: Snapshot, keys: Keys, coverage: Coverage) -> View:
+def view_of(snapshot: Snapshot, keys: schema.Keys, coverage: Coverage) -> View:
     """The view that `snapshot` of those keys shows; members of other runs are left out."""
     bad: list[str] = []
     kvs = snapshot.kvs
-    now = _value(Round, kvs.get(keys.round), bad)
-    outcome = _value(Outcome, kvs.get(keys.outcome), bad)
-    spec = _value(Spec, kvs.get(keys.spec), bad)
+    now = _value(schema.Round, kvs.get(keys.round), bad)
+    outcome = _value(schema.Outcome, kvs.get(keys.outcome), bad)
+    spec = _value(schema.Spec, kvs.get(keys.spec), bad)
     leader = kvs.get(keys.member(now.coordinator)) if now else None
     view = View(
         revision=snapshot.revision,
         coverage=coverage,
         round=now,
         round_mod=_mod(kvs.get(keys.round)),
-        ledger=_value(Ledger, kvs.get(keys.ledger), bad) or Ledger(),
+        ledger=_value(schema.Ledger, kvs.get(keys.ledger), bad) or schema.Ledger(),
         ledger_mod=_mod(kvs.get(keys.ledger)),
-        coordinator=_value(Member, leader, bad),
+        coordinator=_value(schema.Member, leader, bad),
         members=_members(kvs, keys, spec, bad),
         spec=spec,
         outcome=outcome,
         outcome_mod=0 if outcome else _mod(kvs.get(keys.outcome)),
-        hang=_value(Hang, kvs.get(keys.hang), bad),
+        hang=_value(schema.Hang, kvs.get(keys.hang), bad),
         hang_mod=_mod(kvs.get(keys.hang)),
-        wanted=_value(Requests, kvs.get(keys.wanted), bad),
+        wanted=_value(schema.Requests, kvs.get(keys.wanted), bad),
         wanted_mod=_mod(kvs.get(keys.wanted)),
-        watched=_value(Watched, kvs.get(keys.watched), bad),
-        stragglers=_value(Stragglers, kvs.get(keys.stragglers), bad),
+        watched=_value(schema.Watched, kvs.get(keys.watched), bad),
+        stragglers=_value(schema.Stragglers, kvs.get(keys.stragglers), bad),
         stragglers_mod=_mod(kvs.get(keys.stragglers)),
     )
     match coverage:
         case Everything():
             view = _with_parts(view, kvs, keys, bad)
         case Narrow(page=number):
-            view = replace(view, page=_value(Page, kvs.get(keys.page(number)), bad))
+            view = replace(view, page=_value(schema.Page, kvs.get(keys.page(number)), bad))
     return replace(view, malformed=tuple(bad), newer=_newer(kvs, keys))
 
 
-def _newer(kvs: Mapping[str, KeyValue], keys: Keys) -> int:
+def _newer(kvs: Mapping[str, KeyValue], keys: schema.Keys) -> int:
     """The highest format version that the run is written in or asks for, 0 if it is known here.
 
     To this version such a run looks absent, so that it would begin anew over a job that lives. A
@@ -199,30 +175,33 @@ def _newer(kvs: Mapping[str, KeyValue], keys: Keys) -> int:
     """
     once = (keys.spec, keys.round, keys.ledger, keys.outcome)
     newest = max((_format_of(kvs[key]) for key in once if key in kvs), default=0)
-    return newest if newest > VERSION else 0
+    return newest if newest > schema.VERSION else 0
 
 
 def _members(
-    kvs: Mapping[str, KeyValue], keys: Keys, spec: Spec | None, bad: list[str]
-) -> tuple[Member, ...]:
+    kvs: Mapping[str, KeyValue], keys: schema.Keys, spec: schema.Spec | None, bad: list[str]
+) -> tuple[schema.Member, ...]:
     start = keys.members
-    found = (_value(Member, kv, bad) for key, kv in kvs.items() if key.startswith(start))
+    found = (_value(schema.Member, kv, bad) for key, kv in kvs.items() if key.startswith(start))
     own = [m for m in found if m and (spec is None or m.run == spec.run)]
     return tuple(sorted(own, key=_BY_LEASE))
 
 
-def _with_parts(view: View, kvs: Mapping[str, KeyValue], keys: Keys, bad: list[str]) -> View:
+def _with_parts(view: View, kvs: Mapping[str, KeyValue], keys: schema.Keys, bad: list[str]) -> View:
     """The view with the world, acks, reports, steps and history, for the coordinator only."""
     now, found = view.round, _by_generation(kvs, keys)
     ready = found["acks"].get(now.generation, []) if now else []
-    steps, _ = _read_all(NodeSteps, found["steps"].get(view.trains, []), bad)
+    steps, _ = _read_all(schema.NodeSteps, found["steps"].get(view.trains, []), bad)
     times = [kv for key, kv in kvs.items() if key.startswith(keys.step_times)]
-    step_times, _ = _read_all(StepTime, times, bad)
+    step_times, _ = _read_all(schema.StepTime, times, bad)
     kept_out = [kv for key, kv in kvs.items() if key.startswith(keys.unfit)]
-    unfit, _ = _read_all(Unfit, kept_out, bad)
-    acks, no_acks = _read_all(Ready, ready, bad)
-    reports, no_reports = _read_all(Report, found["reports"].get(view.last, []), bad)
-    awaited = {Phase.JOINABLE: no_acks, Phase.FINAL: no_reports}  # in other phases nobody waits
+    unfit, _ = _read_all(schema.Unfit, kept_out, bad)
+    acks, no_acks = _read_all(schema.Ready, ready, bad)
+    reports, no_reports = _read_all(schema.Report, found["reports"].get(view.last, []), bad)
+    awaited = {
+        schema.Phase.JOINABLE: no_acks,
+        schema.Phase.FINAL: no_reports,
+    }  # in other phases nobody waits
     return replace(
         view,
         world=_world(view, kvs, keys, bad),
@@ -235,23 +214,25 @@ def _with_parts(view: View, kvs: Mapping[str, KeyValue], keys: Keys, bad: list[s
         stepped=tuple(sorted(found["steps"])),
         step_times=tuple(sorted(step_times, key=_BY_LEASE)),
         unfit=tuple(sorted(unfit, key=attrgetter("node"))),
-        divergence=_value(Divergence, kvs.get(keys.divergence), bad),
+        divergence=_value(schema.Divergence, kvs.get(keys.divergence), bad),
         unread=tuple(sorted(awaited.get(now.phase, []))) if now else (),
     )
 
 
 def _world(
-    view: View, kvs: Mapping[str, KeyValue], keys: Keys, bad: list[str]
-) -> tuple[Participant, ...]:
+    view: View, kvs: Mapping[str, KeyValue], keys: schema.Keys, bad: list[str]
+) -> tuple[schema.Participant, ...]:
     """The last world from all of its pages, in rank order, without what is left of older ones."""
     on = takewhile(kvs.__contains__, map(keys.page, count()))
-    found = (_value(Page, kvs[key], bad) for key in on)
+    found = (_value(schema.Page, kvs[key], bad) for key in on)
     pages = [page for page in found if page and page.generation == view.last]
     world = [participant for page in pages for participant in page.participants]
     return tuple(sorted(world, key=_BY_RANK))
 
 
-def _by_generation(kvs: Mapping[str, KeyValue], keys: Keys) -> dict[str, dict[int, list[KeyValue]]]:
+def _by_generation(
+    kvs: Mapping[str, KeyValue], keys: schema.Keys
+) -> dict[str, dict[int, list[KeyValue]]]:
     """The keys that belong to a generation, by the folder that they are in."""
     found: dict[str, dict[int, list[KeyValue]]] = {folder: {} for folder in _DEPTH}
     start = len(keys.root) + 1
@@ -266,7 +247,7 @@ def _by_generation(kvs: Mapping[str, KeyValue], keys: Keys) -> dict[str, dict[in
 def _folder_and_generation(key: str, start: int) -> tuple[str, int]:
     """The folder and generation of a key below a job's, "" where it has none."""
     parts = key[start:].split("/", 3)
-    generation = decimal(parts[1]) if _DEPTH.get(parts[0]) == len(parts) else None
+    generation = schema.decimal(parts[1]) if _DEPTH.get(parts[0]) == len(parts) else None
     return ("", 0) if generation is None else (parts[0], generation)
 
 
@@ -303,10 +284,10 @@ def _value(kind: type[V], kv: KeyValue | None, bad: list[str]) -> V | None:
 
 def _decode(kind: type[V], kv: KeyValue) -> V:
     if not kind.FROM_KEY:
-        return decode(kind, kv.value)
-    lease = unhexed(kv.key.rpartition("/")[2])
+        return schema.decode(kind, kv.value)
+    lease = schema.unhexed(kv.key.rpartition("/")[2])
     from_key = {"lease": lease, "revision": kv.mod}
-    return decode(kind, kv.value, **{name: from_key[name] for name in kind.FROM_KEY})
+    return schema.decode(kind, kv.value, **{name: from_key[name] for name in kind.FROM_KEY})
 
 
 # Values change far less often than views are made: each is decoded once. A job has many nodes, and
@@ -316,4 +297,4 @@ _decode_of_node, _decode_of_job = lru_cache(1 << 16)(_decode), lru_cache(1 << 8)
 
 @lru_cache(maxsize=1 << 16)
 def _format_of(kv: KeyValue) -> int:
-    return format_of(kv.value)
+    return schema.format_of(kv.value)

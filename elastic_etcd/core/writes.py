@@ -12,46 +12,9 @@ from typing import Any
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
-from elastic_etcd.core import requests, schema
+from elastic_etcd.core import requests, rules, schema
 from elastic_etcd.core.lifecycle import MarkLeaving, Outdated, Over, ReportEnd, State, Write, pages
 from elastic_etcd.core.peers import is_left
-from elastic_etcd.core.rules import (
-    Ack,
-    Claim,
-    Close,
-    Finalise,
-    Freeze,
-    Local,
-    Open,
-    TakeOver,
-    Verdict,
-    left_here,
-)
-from elastic_etcd.core.schema import (
-    VERSION,
-    Divergence,
-    Drain,
-    Hang,
-    History,
-    Keys,
-    Ledger,
-    Master,
-    Member,
-    NodeSteps,
-    Outcome,
-    Pace,
-    Page,
-    Participant,
-    Report,
-    Requests,
-    Spec,
-    Spent,
-    StepTime,
-    Stragglers,
-    decode,
-    encode,
-    format_of,
-)
 from elastic_etcd.core.txn import Compare, Delete, Get, Put, Snapshot, Txn
 from elastic_etcd.core.view import Everything, Narrow, View, view_of
 
@@ -67,26 +30,26 @@ MANY = 100  # where the spec is gone, and they all go; a Txn has at most 128 ope
 # --- joining ------------------------------------------------------------------------------
 
 
-def look(keys: Keys, most: int = SOME) -> tuple[Get, ...]:
+def look(keys: schema.Keys, most: int = SOME) -> tuple[Get, ...]:
     """The keys that an agent reads before it joins; all members read by all would be N x N."""
     members = Get(keys.members, prefix=True, limit=most)
     return (Get(keys.spec), Get(keys.outcome), Get(keys.ledger), Get(keys.wanted), members)
 
 
-def look_again(keys: Keys, seen: Snapshot) -> bool:
+def look_again(keys: schema.Keys, seen: Snapshot) -> bool:
     """Whether joining removes members, and there may be more than were seen: see `_orphans`."""
     members = sum(key.startswith(keys.members) for key in seen.kvs)
     return members == SOME and keys.spec not in seen.kvs
 
 
-def succeeded(keys: Keys, seen: Snapshot, command: str) -> Over | str | None:
+def succeeded(keys: schema.Keys, seen: Snapshot, command: str) -> Over | str | None:
     """Says that there is nothing left to do, in a job that nobody wants to run once more.
 
     Whoever supervises agents starts them again also after the job's success, and a new run would
     begin to write over what this one has made. Another `command` is told why it does not run.
     """
     outcome = view_of(seen, keys, Everything()).outcome
-    if outcome is None or outcome.state != Verdict.SUCCEEDED.state:
+    if outcome is None or outcome.state != rules.Verdict.SUCCEEDED.state:
         return None
     when = f" at {outcome.at}" if outcome.at else ""
     if differ(outcome.command, command):
@@ -101,15 +64,15 @@ def differ(command: str, own: str) -> bool:
 
 
 def join(
-    keys: Keys,
+    keys: schema.Keys,
     seen: Snapshot,
-    member: Member,
-    spec: Spec,
+    member: schema.Member,
+    spec: schema.Spec,
     *,
     again: bool,
     rerun: bool = False,
     last: int = 0,
-) -> Txn | str | Drain | Outdated | Over:
+) -> Txn | str | schema.Drain | Outdated | Over:
     """The Txn by which `member` joins its job, or why it can't, or the Drain that keeps it out.
 
     A run goes on until it has an outcome: a node that comes back joins the run it was in, and
@@ -125,8 +88,10 @@ def join(
     view = view_of(seen, keys, Everything())
     if view.newer:  # whoever writes a round writes the ledger, too, so that this one sees it
         return Outdated(view.newer)
-    if keys.spec in seen.kvs and 0 < (older := format_of(seen.kvs[keys.spec].value)) < VERSION:
-        return f"an older elastic_etcd (format {older}) runs it; this one writes format {VERSION}"
+    older = schema.format_of(seen.kvs[keys.spec].value) if keys.spec in seen.kvs else 0
+    if 0 < older < schema.VERSION:
+        runs = f"an older elastic_etcd (format {older}) runs it"
+        return f"{runs}; this one writes format {schema.VERSION}"
     if not (again or rerun) and (over := succeeded(keys, seen, spec.command)):
         return over
     if not again and (drain := requests.drained(view, member.node)):
@@ -156,11 +121,11 @@ def join(
     if deserted and (known.limits, known.command) != (limits, spec.command):
         known = replace(known, limits=limits, command=spec.command)
         fence = (*fence, *nobody(keys))
-    renewed = (Put(keys.spec, encode(known)),) if known != view.spec else ()
+    renewed = (Put(keys.spec, schema.encode(known)),) if known != view.spec else ()
     return Txn(fence, (_put_member(keys, member, known.run, view), *renewed))
 
 
-def relist(keys: Keys, view: View, local: Local, member: Member) -> Txn:
+def relist(keys: schema.Keys, view: View, local: rules.Local, member: schema.Member) -> Txn:
     """Put back a member's key, which went with its lease, if its world has not been ended.
 
     A claim writes the ledger, which is never written twice alike; a change of coordinator doesn't.
@@ -173,20 +138,20 @@ def relist(keys: Keys, view: View, local: Local, member: Member) -> Txn:
         Compare(keys.spec, "create", local.spec),
         Compare(keys.outcome, "mod", view.outcome_mod),
     )
-    return Txn(fence, (Put(own, encode(member), local.lease), Get(own)), (Get(own),))
+    return Txn(fence, (Put(own, schema.encode(member), local.lease), Get(own)), (Get(own),))
 
 
-def _asked(view: View, known: Spec) -> tuple[str, ...]:
+def _asked(view: View, known: schema.Spec) -> tuple[str, ...]:
     """The --nnodes with which a node may join this run: its own, and those it is scaled to."""
-    return known.limits.nnodes, requests.scaled(view, known.run, known.limits).nnodes
+    return known.limits.nnodes, requests.wanted_limits(view, known).nnodes
 
 
-def _put_member(keys: Keys, member: Member, run: str, view: View) -> Put:
+def _put_member(keys: schema.Keys, member: schema.Member, run: str, view: View) -> Put:
     joined = replace(member, run=run, joined=view.ledger.generation)
-    return Put(keys.member(member.lease), encode(joined), member.lease)
+    return Put(keys.member(member.lease), schema.encode(joined), member.lease)
 
 
-def _orphans(keys: Keys, view: View) -> tuple[Delete, ...]:
+def _orphans(keys: schema.Keys, view: View) -> tuple[Delete, ...]:
     """The keys of members whose spec was removed by hand: without them they join again.
 
     Their fence is on the spec that is gone, so they could claim nothing.
@@ -195,11 +160,13 @@ def _orphans(keys: Keys, view: View) -> tuple[Delete, ...]:
     return tuple(Delete(keys.member(m.lease)) for m in view.members if orphaned)
 
 
-def _begin_run(keys: Keys, view: View, spec: Spec, last: int) -> tuple[Put | Delete, ...]:
+def _begin_run(
+    keys: schema.Keys, view: View, spec: schema.Spec, last: int
+) -> tuple[Put | Delete, ...]:
     last = max(last, view.ledger.generation, view.outcome.generation if view.outcome else 0)
     return (
-        Put(keys.spec, encode(spec)),
-        Put(keys.ledger, encode(Ledger(generation=last))),
+        Put(keys.spec, schema.encode(spec)),
+        Put(keys.ledger, schema.encode(schema.Ledger(generation=last))),
         Delete(keys.round),
         Delete(keys.outcome),
         Delete(keys.reports(), prefix=True),
@@ -217,13 +184,13 @@ def _mod_of(seen: Snapshot, key: str) -> int:
 
 
 def build(
-    keys: Keys,
+    keys: schema.Keys,
     state: State,
     write: Write,
-    member: Member,
-    master: Master | None,
+    member: schema.Member,
+    master: schema.Master | None,
     now: str,
-    spent: Spent | None = None,
+    spent: schema.Spent | None = None,
 ) -> Txn:
     """The Txn of `write`, on the view on which it was decided.
 
@@ -237,23 +204,23 @@ def build(
             return _write_leaving(keys, local, member)
         case ReportEnd() as end:
             return _write_report(keys, state.view, local, write.generation, end)
-        case Claim() as claim:
+        case rules.Claim() as claim:
             return _write_claim(keys, view, local, claim)
-        case TakeOver() as lead:
+        case rules.TakeOver() as lead:
             return _write_take_over(keys, view, local, lead)
-        case Open() as open_:
+        case rules.Open() as open_:
             return _write_open(keys, view, local, open_, now, spent)
-        case Freeze() as freeze:
+        case rules.Freeze() as freeze:
             return _write_freeze(keys, view, local, freeze, spent)
-        case Ack() as ack:
+        case rules.Ack() as ack:
             return _write_ack(keys, view, local, ack, master)
-        case Finalise() as finalise:
+        case rules.Finalise() as finalise:
             return _write_finalise(keys, view, local, finalise, now, pages(state))
-        case Close() as close:
+        case rules.Close() as close:
             return _write_close(keys, view, local, close, now, spent)
 
 
-def _write_claim(keys: Keys, view: View, local: Local, claim: Claim) -> Txn:
+def _write_claim(keys: schema.Keys, view: View, local: rules.Local, claim: rules.Claim) -> Txn:
     """Take the next generation. The round is bound to the claimant's lease until it is final."""
     return Txn(
         (
@@ -262,23 +229,30 @@ def _write_claim(keys: Keys, view: View, local: Local, claim: Claim) -> Txn:
             Compare(keys.spec, "create", local.spec),
         ),
         (
-            Put(keys.round, encode(claim.round), local.lease),
-            Put(keys.ledger, encode(claim.ledger)),
+            Put(keys.round, schema.encode(claim.round), local.lease),
+            Put(keys.ledger, schema.encode(claim.ledger)),
         ),
     )
 
 
-def _write_take_over(keys: Keys, view: View, local: Local, lead: TakeOver) -> Txn:
+def _write_take_over(
+    keys: schema.Keys, view: View, local: rules.Local, lead: rules.TakeOver
+) -> Txn:
     """Lead the same final round, which stays bound to no lease.
 
     The fence does not ask for the coordinator before. A leaving one stays so; one that has
     put its key back meanwhile, see `relist`, takes part without leading.
     """
-    return Txn(_round_fence(keys, view, local), (Put(keys.round, encode(lead.round)),))
+    return Txn(_round_fence(keys, view, local), (Put(keys.round, schema.encode(lead.round)),))
 
 
 def _write_open(
-    keys: Keys, view: View, local: Local, opened: Open, now: str, spent: Spent | None
+    keys: schema.Keys,
+    view: View,
+    local: rules.Local,
+    opened: rules.Open,
+    now: str,
+    spent: schema.Spent | None,
 ) -> Txn:
     """Make the round joinable; settle the last world's history and remove what is old."""
     last = view.ledger.final
@@ -293,27 +267,38 @@ def _write_open(
     return Txn(
         _round_fence(keys, view, local),
         (
-            Put(keys.round, encode(opened.round), local.lease),
+            Put(keys.round, schema.encode(opened.round), local.lease),
             *_settle_history(keys, view, spent, ended=opened.reason, ended_at=now),
             *stale[:64],
         ),
     )
 
 
-def _write_freeze(keys: Keys, view: View, local: Local, freeze: Freeze, spent: Spent | None) -> Txn:
+def _write_freeze(
+    keys: schema.Keys,
+    view: View,
+    local: rules.Local,
+    freeze: rules.Freeze,
+    spent: schema.Spent | None,
+) -> Txn:
     """Freeze the round: no ack is written any more, whose fence is its older revision."""
-    put = Put(keys.round, encode(freeze.round), local.lease)
+    put = Put(keys.round, schema.encode(freeze.round), local.lease)
     why = freeze.round.reason  # by now it is known whose failure it was
     settled = _settle_history(keys, view, spent, ended=why)
     return Txn(_round_fence(keys, view, local), (put, *settled))
 
 
 def _write_finalise(
-    keys: Keys, view: View, local: Local, finalise: Finalise, now: str, pages: int
+    keys: schema.Keys,
+    view: View,
+    local: rules.Local,
+    finalise: rules.Finalise,
+    now: str,
+    pages: int,
 ) -> Txn:
     """Put the world, ranks and master endpoint in one Txn, bound to no lease from here on."""
     final = finalise.round
-    began = History(
+    began = schema.History(
         generation=final.generation,
         run=final.run,
         began=final.reason,
@@ -327,15 +312,15 @@ def _write_finalise(
     return Txn(
         _round_fence(keys, view, local),
         (
-            Put(keys.round, encode(final)),
-            Put(keys.ledger, encode(finalise.ledger)),
-            Put(keys.history(final.generation), encode(began)),
+            Put(keys.round, schema.encode(final)),
+            Put(keys.ledger, schema.encode(finalise.ledger)),
+            Put(keys.history(final.generation), schema.encode(began)),
             *_write_pages(keys, finalise, pages),
         ),
     )
 
 
-def _spent_before(view: View, run: str) -> Spent | UnsetType:
+def _spent_before(view: View, run: str) -> schema.Spent | UnsetType:
     """The time spent by all older worlds of the run; an unknown world counts as one."""
     entry = dict(view.history).get(view.ledger.final)
     if entry is None:
@@ -343,20 +328,27 @@ def _spent_before(view: View, run: str) -> Spent | UnsetType:
     last = _known_history(view.ledger.final, entry)
     if last.run != run:
         return UNSET
-    known = last if last.spent else replace(last, spent=Spent())
+    known = last if last.spent else replace(last, spent=schema.Spent())
     return known.spent_until_now or UNSET
 
 
-def _write_pages(keys: Keys, finalise: Finalise, pages: int) -> Iterator[Put]:
-    found: list[list[Participant]] = [[] for _ in range(pages)]
+def _write_pages(keys: schema.Keys, finalise: rules.Finalise, pages: int) -> Iterator[Put]:
+    found: list[list[schema.Participant]] = [[] for _ in range(pages)]
     for participant in finalise.world:
         found[participant.lease % pages].append(participant)
     for number, on in enumerate(found):
-        yield Put(keys.page(number), encode(Page(finalise.round.generation, tuple(on))))
+        yield Put(
+            keys.page(number), schema.encode(schema.Page(finalise.round.generation, tuple(on)))
+        )
 
 
 def _write_close(
-    keys: Keys, view: View, local: Local, close: Close, now: str, spent: Spent | None
+    keys: schema.Keys,
+    view: View,
+    local: rules.Local,
+    close: rules.Close,
+    now: str,
+    spent: schema.Spent | None,
 ) -> Txn:
     """Write the outcome and remove all else but history; the closed round goes with its lease."""
     command = view.spec.command if view.spec else ""
@@ -365,22 +357,24 @@ def _write_close(
     return Txn(
         (*_round_fence(keys, view, local), Compare(keys.spec, "create", local.spec)),
         (
-            Put(keys.round, encode(close.round), local.lease),
+            Put(keys.round, schema.encode(close.round), local.lease),
             *_end_run(keys, outcome),
             *settled,
         ),
     )
 
 
-def _write_ack(keys: Keys, view: View, local: Local, ack: Ack, master: Master | None) -> Txn:
+def _write_ack(
+    keys: schema.Keys, view: View, local: rules.Local, ack: rules.Ack, master: schema.Master | None
+) -> Txn:
     """Put that this node is ready, with the endpoint that counts if it becomes group rank 0."""
     key = keys.ack(ack.generation, local.lease)
-    value = schema.Ready(local.lease, master, left_here(view, local) or UNSET)
-    return Txn(_round_fence(keys, view, local), (Put(key, encode(value), local.lease),))
+    value = schema.Ready(local.lease, master, rules.left_here(view, local) or UNSET)
+    return Txn(_round_fence(keys, view, local), (Put(key, schema.encode(value), local.lease),))
 
 
 def _write_report(
-    keys: Keys, view: View | None, local: Local, generation: int, end: ReportEnd
+    keys: schema.Keys, view: View | None, local: rules.Local, generation: int, end: ReportEnd
 ) -> Txn:
     """Put how this node's workers of `generation` ended, bound to no lease: it outlives the node.
 
@@ -396,47 +390,42 @@ def _write_report(
         fence = (*fence, Compare(key, "version", 0))
     elif view and end.failure:
         fence = (*fence, Compare(keys.ledger, "mod", view.ledger_mod))
-    report = Report(local.lease, 0, end.failure, end.victim)
-    return Txn(fence, (Put(key, encode(report)),))
+    report = schema.Report(local.lease, 0, end.failure, end.victim)
+    return Txn(fence, (Put(key, schema.encode(report)),))
 
 
 # --- hangs and stragglers -----------------------------------------------------------------
 
 
-def put_steps(keys: Keys, view: View, local: Local, steps: NodeSteps) -> Txn:
+def put_steps(keys: schema.Keys, view: View, local: rules.Local, steps: schema.NodeSteps) -> Txn:
     """Put where this node's workers are, as long as their generation is the job's."""
     fence = (
         Compare(keys.member(local.lease), "create", local.created),
         Compare(keys.ledger, "mod", view.ledger_mod),
     )
     key = keys.step(local.running, local.lease)
-    return Txn(fence, (Put(key, encode(steps), local.lease),))
+    return Txn(fence, (Put(key, schema.encode(steps), local.lease),))
 
 
-def put_pace(keys: Keys, local: Local, pace: Pace | None) -> Txn:
-    """Put how fast this node's workers are; None: nobody wants to know it any more."""
-    key = keys.pace(local.lease)
+def put_own(keys: schema.Keys, local: rules.Local, key: str, value: schema.Value | None) -> Txn:
+    """Put what this node says of itself into a key of its own; None: nobody wants to know it."""
     fence = (Compare(keys.member(local.lease), "create", local.created),)
-    return Txn(fence, (Put(key, encode(pace), local.lease) if pace else Delete(key),))
+    return Txn(fence, (Put(key, schema.encode(value), local.lease) if value else Delete(key),))
 
 
-def put_hang(keys: Keys, view: View, local: Local, hang: Hang) -> Txn:
+def put_hang(keys: schema.Keys, view: View, local: rules.Local, hang: schema.Hang) -> Txn:
     """Put the coordinator's question or its answer; a hang is told in the world's history, too.
 
     The key is bound to no lease: whoever takes over the lead goes on with it.
     """
     told = _history_with(keys, view, hang) if hang.alarm else ()
     fence = (*_round_fence(keys, view, local), Compare(keys.hang, "mod", view.hang_mod))
-    return Txn(fence, (Put(keys.hang, encode(hang)), *told))
+    return Txn(fence, (Put(keys.hang, schema.encode(hang)), *told))
 
 
-def put_step_time(keys: Keys, local: Local, time: StepTime) -> Txn:
-    """Put how long a step of this node's workers takes."""
-    fence = (Compare(keys.member(local.lease), "create", local.created),)
-    return Txn(fence, (Put(keys.step_time(local.lease), encode(time), local.lease),))
-
-
-def put_stragglers(keys: Keys, view: View, local: Local, found: Stragglers) -> Txn:
+def put_stragglers(
+    keys: schema.Keys, view: View, local: rules.Local, found: schema.Stragglers
+) -> Txn:
     """Put the coordinator's line about a node that is slow, or is so no more; also in the history.
 
     The key is bound to no lease, as that of a hang.
@@ -446,15 +435,17 @@ def put_stragglers(keys: Keys, view: View, local: Local, found: Stragglers) -> T
         Compare(keys.stragglers, "mod", view.stragglers_mod),
     )
     told = _history_with(keys, view, found)
-    return Txn(fence, (Put(keys.stragglers, encode(found)), *told))
+    return Txn(fence, (Put(keys.stragglers, schema.encode(found)), *told))
 
 
-def _history_with(keys: Keys, view: View, said: Hang | Stragglers) -> tuple[Put, ...]:
+def _history_with(
+    keys: schema.Keys, view: View, said: schema.Hang | schema.Stragglers
+) -> tuple[Put, ...]:
     entry = dict(view.history).get(said.generation)
     if entry is None:
         return ()
     known = _known_history(said.generation, entry)
-    if isinstance(said, Hang):
+    if isinstance(said, schema.Hang):
         told = known.hangs or ()
         # A coordinator of another version may have told some without their times.
         times = (*(known.hung_at or ()), *repeat("", len(told)))[: len(told)]
@@ -462,56 +453,62 @@ def _history_with(keys: Keys, view: View, said: Hang | Stragglers) -> tuple[Put,
         known = replace(known, hangs=hangs[-HANGS:], hung_at=hung_at[-HANGS:])
     else:
         known = replace(known, stragglers=(*(known.stragglers or ()), said.line)[-STRAGGLERS:])
-    return (Put(keys.history(said.generation), encode(known)),)
+    return (Put(keys.history(said.generation), schema.encode(known)),)
 
 
 # --- replicas that differ -----------------------------------------------------------------
 
 
-def put_divergence(keys: Keys, local: Local, found: Divergence) -> Txn:
+def put_divergence(keys: schema.Keys, local: rules.Local, found: schema.Divergence) -> Txn:
     """Put who differs in this world; the history has it when the world has ended."""
     fence = (Compare(keys.member(local.lease), "create", local.created),)
-    return Txn(fence, (Put(keys.divergence, encode(found)),))
+    return Txn(fence, (Put(keys.divergence, schema.encode(found)),))
 
 
-def put_drain(keys: Keys, view: View, local: Local, drain: Drain) -> Txn:
-    """Ask that this node go and stay away, as people may do, beside what they have asked for."""
+def put_drain(keys: schema.Keys, view: View, local: rules.Local, drain: schema.Drain) -> Txn | None:
+    """Ask that this node go and stay away, as people may do, beside what they have asked for.
+
+    None where no more nodes can be drained.
+    """
     fence = (
         Compare(keys.wanted, "mod", view.wanted_mod),
         Compare(keys.member(local.lease), "create", local.created),
     )
-    there = view.wanted or Requests()
-    asked = replace(there, drains=(*there.drains, drain))
-    return Txn(fence, (Put(keys.wanted, encode(asked)),))
+    asked = requests.with_drains(view.wanted or schema.Requests(), [drain])
+    if asked is None:
+        return None
+    return Txn(fence, (Put(keys.wanted, schema.encode(asked)),))
 
 
 # --- leaving ------------------------------------------------------------------------------
 
 
-def _write_leaving(keys: Keys, local: Local, member: Member) -> Txn:
+def _write_leaving(keys: schema.Keys, local: rules.Local, member: schema.Member) -> Txn:
     """Say that this node goes, so that the others need not wait for its lease."""
     mark = replace(member, leaving=True)
     return Txn(
         (Compare(keys.member(local.lease), "create", local.created),),
-        (Put(keys.member(local.lease), encode(mark), local.lease),),
+        (Put(keys.member(local.lease), schema.encode(mark), local.lease),),
     )
 
 
-def leave(keys: Keys, local: Local) -> Txn:
+def leave(keys: schema.Keys, local: rules.Local) -> Txn:
     """Remove the own member key. If all leave together, one of them finds nobody left after it."""
     own = keys.member(local.lease)
     return Txn((Compare(own, "create", local.created),), (Delete(own),))
 
 
-def nobody(keys: Keys) -> tuple[Compare, ...]:
+def nobody(keys: schema.Keys) -> tuple[Compare, ...]:
     """A compare that holds while the job has no member: a range without keys has version 0."""
     return (Compare(keys.members, "version", 0, prefix=True),)
 
 
-def stop(keys: Keys, view: View, local: Local, now: str, spent: Spent | None = None) -> Txn:
+def stop(
+    keys: schema.Keys, view: View, local: rules.Local, now: str, spent: schema.Spent | None = None
+) -> Txn:
     """Stop the job, which its last member has left; `spent` is as for `build`."""
     why = requests.why_stopped(view, local.run)
-    stopped = Verdict.STOPPED.outcome(local.run, view.ledger.generation, why, None)
+    stopped = rules.Verdict.STOPPED.outcome(local.run, view.ledger.generation, why, None)
     outcome = replace(stopped, at=now)
     settled = _settle_history(keys, view, spent, ended=why, ended_at=now, outcome=outcome)
     then = (Delete(keys.round), *_end_run(keys, outcome), *settled)
@@ -521,16 +518,16 @@ def stop(keys: Keys, view: View, local: Local, now: str, spent: Spent | None = N
 # --- what several have in common -----------------------------------------------------------
 
 
-def _round_fence(keys: Keys, view: View, local: Local) -> tuple[Compare, ...]:
+def _round_fence(keys: schema.Keys, view: View, local: rules.Local) -> tuple[Compare, ...]:
     return (
         Compare(keys.round, "mod", view.round_mod),
         Compare(keys.member(local.lease), "create", local.created),
     )
 
 
-def _end_run(keys: Keys, outcome: Outcome) -> tuple[Put | Delete, ...]:
+def _end_run(keys: schema.Keys, outcome: schema.Outcome) -> tuple[Put | Delete, ...]:
     return (
-        Put(keys.outcome, encode(outcome)),
+        Put(keys.outcome, schema.encode(outcome)),
         Delete(keys.spec),
         Delete(keys.ledger),
         Delete(keys.acks(), prefix=True),
@@ -544,7 +541,9 @@ def _end_run(keys: Keys, outcome: Outcome) -> tuple[Put | Delete, ...]:
     )
 
 
-def _settle_history(keys: Keys, view: View, spent: Spent | None, **ended: Any) -> tuple[Put, ...]:
+def _settle_history(
+    keys: schema.Keys, view: View, spent: schema.Spent | None, **ended: Any
+) -> tuple[Put, ...]:
     """Put into the last world's history how it ended: the culprit in full, victims in short."""
     last = view.ledger.final
     entry = dict(view.history).get(last)
@@ -561,11 +560,11 @@ def _settle_history(keys: Keys, view: View, spent: Spent | None, **ended: Any) -
         known = replace(
             known, spent=replace(spent, detect=0.0, hang=spent.detect) if hung else spent
         )
-    return (Put(keys.history(last), encode(known)),)
+    return (Put(keys.history(last), schema.encode(known)),)
 
 
-def _known_history(generation: int, entry: str) -> History:
+def _known_history(generation: int, entry: str) -> schema.History:
     try:
-        return decode(History, entry)
+        return schema.decode(schema.History, entry)
     except ValueError:
-        return History(generation)
+        return schema.History(generation)

@@ -34,18 +34,9 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from elastic_etcd.protocol.messages import (
-    UNCOUNTED,
-    Done,
-    Ended,
-    Formed,
-    JobOver,
-    Wanted,
-    encode,
-    to_torchrun,
-)
+from elastic_etcd.protocol import messages
 from elastic_etcd.protocol.packets import receive
-from elastic_etcd.system.standard_streams import open_standard_streams
+from elastic_etcd.system.startup import open_standard_streams
 from elastic_etcd.times import AGENT_GONE
 
 if TYPE_CHECKING:
@@ -122,7 +113,14 @@ def _flags(params: RendezvousParameters, known: dict[str, Flag]) -> list[str]:
     flags = ["--etcd", params.endpoint] if params.endpoint else []  # else as the environment says
     flags += ["--job", params.run_id]
     flags += ["--nnodes", f"{params.min_nodes}:{params.max_nodes}", "--nproc-per-node", "1"]
-    flags += ["--max-restarts", str(UNCOUNTED), "--suspect-after", "0", "--hang-timeout", "off"]
+    flags += [
+        "--max-restarts",
+        str(messages.UNCOUNTED),
+        "--suspect-after",
+        "0",
+        "--hang-timeout",
+        "off",
+    ]
     if params.get_as_bool("rerun"):
         flags.append("--rerun")
     for key, value in conf.items():
@@ -194,17 +192,17 @@ class EtcdV3Handler(RendezvousHandler):  # type: ignore[misc] # torch's is untyp
 
     def _next(self, agent: _Agent) -> RendezvousInfo | None:
         """None if the agent has gone without a word."""
-        agent.send(Wanted())
+        agent.send(messages.Wanted())
         while True:
             match agent.receive():
-                case Formed() as world:
+                case messages.Formed() as world:
                     info = self._enter(agent, world)
                     if info is not None:
                         return info
-                    agent.send(Wanted())
-                case Ended():  # of a world that was left already
+                    agent.send(messages.Wanted())
+                case messages.Ended():  # of a world that was left already
                     pass
-                case JobOver(code, error):
+                case messages.JobOver(code, error):
                     agent.end(success=False)
                     self._agent = None
                     self._over(code, error)
@@ -219,7 +217,7 @@ class EtcdV3Handler(RendezvousHandler):  # type: ignore[misc] # torch's is untyp
             raise SystemExit(code)
         raise _ERRORS.get(code, RendezvousClosedError)(error)
 
-    def _enter(self, agent: _Agent, world: Formed) -> RendezvousInfo | None:
+    def _enter(self, agent: _Agent, world: messages.Formed) -> RendezvousInfo | None:
         """Meet the others at the world's store; None if the world ends before all are there."""
         try:
             found = agent.store(world) if agent.reaches(world) else None
@@ -253,7 +251,7 @@ class _Store(PrefixStore):  # type: ignore[misc] # torch's is untyped
 
     def add(self, key: str, amount: int) -> int:
         if key.startswith(_EXIT):
-            self._agent.send(Done(success=True))
+            self._agent.send(messages.Done(success=True))
         return int(super().add(key, amount))
 
 
@@ -282,7 +280,7 @@ class _Agent:
     def send(self, message: Struct) -> None:
         self._news = False
         with suppress(OSError):  # it has gone, which `receive` tells
-            self._socket.send(encode(message))
+            self._socket.send(messages.encode(message))
 
     def receive(self) -> ToTorchrun | None:
         """The next message, waiting for it; None: the agent has gone."""
@@ -292,7 +290,7 @@ class _Agent:
             return None
         if descriptors:
             (self._listening,) = descriptors
-        return to_torchrun(packet) if packet else None
+        return messages.to_torchrun(packet) if packet else None
 
     def has_news(self) -> bool:
         """Whether anything has been sent since the last world; never waits."""
@@ -302,7 +300,7 @@ class _Agent:
                 self._news = True
         return self._news
 
-    def reaches(self, world: Formed) -> bool:
+    def reaches(self, world: messages.Formed) -> bool:
         """Whether the world's store can be connected to before it ends; TCPStore sees no news."""
         end = monotonic() + _STORE_TIMEOUT
         while world.group_rank:
@@ -317,7 +315,7 @@ class _Agent:
                 sleep(_LOOK / 10)
         return True
 
-    def store(self, world: Formed) -> TCPStore | None:
+    def store(self, world: messages.Formed) -> TCPStore | None:
         """The world's store, in the process of the node that leads it; None if the world ends.
 
         A thread waits for its answer, up to two minutes where a leader hangs: TCPStore sees no
@@ -350,7 +348,7 @@ class _Agent:
 
     def end(self, *, success: bool) -> None:
         """Say goodbye, and wait for the agent's end."""
-        self.send(Done(success))
+        self.send(messages.Done(success))
         try:
             self._process.wait(AGENT_GONE)
         except subprocess.TimeoutExpired:

@@ -26,18 +26,9 @@ from elastic_etcd.core.lifecycle import WorkerEnded, WorkersGone
 from elastic_etcd.core.schema import Failure, Limits, Master, Participant, Round
 from elastic_etcd.errors import ElasticEtcdError, UsageError
 from elastic_etcd.etcd.client import Client
-from elastic_etcd.protocol.messages import (
-    LONGEST,
-    Done,
-    Ended,
-    Formed,
-    JobOver,
-    Wanted,
-    encode,
-    from_torchrun,
-)
-from elastic_etcd.system import kernel
+from elastic_etcd.protocol import messages
 from elastic_etcd.system.processes import open_pidfd
+from elastic_etcd.system.startup import reset_signals
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,7 +49,7 @@ _WHY = "torchrun has begun the workers of this node anew, or given them up; its 
 
 def main(argv: list[str]) -> int:
     """Be the agent until torchrun or the job has ended; gives the exit code."""
-    kernel.reset_signals()
+    reset_signals()
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     channel = socket.socket(fileno=int(argv[0]))
@@ -74,7 +65,7 @@ def main(argv: list[str]) -> int:
         code, error = why.exit_code, str(why)
     channel.setblocking(True)
     with suppress(OSError):  # torchrun has ended
-        channel.send(encode(JobOver(code, error)))
+        channel.send(messages.encode(messages.JobOver(code, error)))
     return code
 
 
@@ -134,16 +125,18 @@ class TorchrunWorkers:
     def _read(self) -> None:
         packet = b""
         with suppress(ConnectionError):
-            packet = self._channel.recv(LONGEST)
-        match from_torchrun(packet) if packet else Done(success=False):
-            case Wanted():
+            packet = self._channel.recv(messages.LONGEST)
+        match messages.from_torchrun(packet) if packet else messages.Done(success=False):
+            case messages.Wanted():
                 self._wanted()
-            case Done(success=True) if not self._ends:  # all workers of the last world exited 0
+            case messages.Done(success=True) if (
+                not self._ends
+            ):  # all workers of the last world exited 0
                 if self._runs:
                     self._succeeded = True
                     self._inbox.put(WorkerEnded(self.generation, None))
                     self._gone()
-            case Done():
+            case messages.Done():
                 self._leave(_ENDED)
 
     async def end_former_agents_leftovers(self) -> None:
@@ -171,7 +164,9 @@ class TorchrunWorkers:
             return
         self._rank = part.group_rank
         self._since = asyncio.get_running_loop().time()
-        world = Formed(now.generation, part.group_rank, now.nodes, now.master.addr, now.master.port)
+        world = messages.Formed(
+            now.generation, part.group_rank, now.nodes, now.master.addr, now.master.port
+        )
         leads = self._listener if part.group_rank == 0 else None
         self._send(world, [leads.fileno()] if leads else [])
         self.close()
@@ -188,7 +183,7 @@ class TorchrunWorkers:
             self._gone()
         elif self._runs and not self._ends:
             self._ends = True
-            self._send(Ended())
+            self._send(messages.Ended())
 
     def _wanted(self) -> None:
         """No worker of the last world is left: they have failed, unless that world was to end."""
@@ -224,7 +219,7 @@ class TorchrunWorkers:
 
     def _send(self, message: Struct, descriptors: list[int] | None = None) -> None:
         with suppress(OSError):  # torchrun has ended
-            socket.send_fds(self._channel, [encode(message)], descriptors or [])
+            socket.send_fds(self._channel, [messages.encode(message)], descriptors or [])
 
 
 if __name__ == "__main__":

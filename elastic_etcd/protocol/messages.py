@@ -116,6 +116,9 @@ class Disconnected(Struct, frozen=True):
     """A worker that had said hello has gone. Not sent: the agent's end makes it."""
 
 
+Heard: TypeAlias = FromWorker | Disconnected
+
+
 # --- from the agent -----------------------------------------------------------------------
 
 

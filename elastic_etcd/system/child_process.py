@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict, Unpack
 
-from elastic_etcd.system.kernel import NO_DESCRIPTOR, OPEN_AGAIN
+from elastic_etcd.system.kernel import NO_DESCRIPTOR, OPEN_AGAIN, childrens_descriptor_limit
 from elastic_etcd.system.processes import open_pidfd, signal_group, signal_pidfd, wait_until_gone
 from elastic_etcd.system.threads import start_thread
 from elastic_etcd.times import CHILD_GONE, NOTHING_FREE
@@ -68,10 +68,11 @@ def spawn(
 ) -> subprocess.Popen[bytes]:
     """Start `command` as a child that dies with this process. Raises OSError.
 
-    It leads a process group of its own, out of the reach of the terminal's Ctrl-C, or with
-    `session` a session of its own.
+    It has the limit of descriptors with which this process began. It leads a process group of its
+    own, out of the reach of the terminal's Ctrl-C, or with `session` a session of its own.
     """
-    trampoline = [sys.executable, "-I", "-S", _TRAMPOLINE, str(os.getpid()), "--"]
+    limit = childrens_descriptor_limit()
+    trampoline = [sys.executable, "-I", "-S", _TRAMPOLINE, f"{os.getpid()}", f"{limit}", "--"]
     if "pydevd" in sys.modules:  # an editor's debugger, which goes with a child but not with exec
         trampoline = []  # then the guardian is all that ends it with this process
     return subprocess.Popen(

@@ -14,7 +14,7 @@ import os
 import resource
 import signal
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from elastic_etcd.errors import ElasticEtcdError, UsageError
@@ -36,6 +36,26 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
+_limit_before: list[int] = []  # of descriptors, of a process that has raised it
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process open as many descriptors as it may: `ulimit -n` is often 1,024 of a million.
+
+    Children begin with the limit of before (`childrens_descriptor_limit`): some programs close all
+    that they could have open, and select() takes no descriptor from 1,024 on.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _limit_before[:] = [soft]
+    with suppress(ValueError, OSError):  # the kernel allows less than the limit says
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def childrens_descriptor_limit() -> int:
+    """The soft limit of descriptors for a child of this process."""
+    return _limit_before[0] if _limit_before else resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
 def check() -> None:
     """Raise UsageError if this machine refuses a call for which there is no other way.
 
@@ -54,10 +74,10 @@ def check() -> None:
                 held.callback(os.close, os.dup(fd))
     except OSError as error:
         if error.errno in NO_DESCRIPTOR:
-            most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
             raise UsageError(
                 f"{error.strerror}: an agent needs more than {_DESCRIPTORS}, this process may have "
-                f"{most} (ulimit -n).\nAllow more before it is started: `ulimit -n 65536`, or "
+                f"{most} (ulimit -Hn).\nAllow more before it is started: `ulimit -n 65536`, or "
                 "LimitNOFILE= in a systemd unit"
             ) from None
         raise UsageError(
@@ -77,16 +97,6 @@ def check() -> None:
         ) from None
     finally:
         over.set()
-
-
-def reset_signals() -> None:
-    """Take back what a starter has left: a SIGCHLD that is ignored, signals that are blocked.
-
-    With SIGCHLD ignored (`trap '' CHLD`, some daemons) the kernel forgets how children end. SIGHUP
-    and SIGINT stay ignored if they are, as nohup and a shell's `&` want it. Main thread only.
-    """
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
 
 
 def machine() -> str:

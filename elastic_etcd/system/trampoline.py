@@ -1,13 +1,14 @@
 """Runs a command that dies with the process that asked for it, also when that one is SIGKILLed.
 
-`python -I -S trampoline.py PPID -- COMMAND ...` asks the kernel for SIGKILL at the death of
-the parent, to be exact of the thread that started it, and becomes COMMAND. A preexec_fn
-would run Python between fork and exec. Standard library only, and little of it: every worker
-start waits for this.
+`python -I -S trampoline.py PPID [NOFILE] -- COMMAND ...` asks the kernel for SIGKILL at the death
+of the parent, to be exact of the thread that started it, and becomes COMMAND, which may open NOFILE
+descriptors. A preexec_fn would run Python between fork and exec. Standard library only, and little
+of it: every worker start waits for this.
 """
 
 import ctypes
 import os
+import resource
 import sys
 
 PR_SET_PDEATHSIG = 1
@@ -16,8 +17,9 @@ SIG_IGN = ctypes.c_void_p(1)
 
 
 def main(argv: list[str]) -> int:
-    """Become `argv[3:]`; the exit status is a shell's (126, 127) when that cannot be."""
-    parent, command = int(argv[1]), argv[3:]
+    """Become what follows "--"; the exit status is a shell's (126, 127) when that cannot be."""
+    given, command = argv[1 : argv.index("--")], argv[argv.index("--") + 1 :]
+    parent, *limit = map(int, given)
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, SIGKILL) != 0:
         sys.stderr.write(f"elastic_etcd: prctl: {os.strerror(ctypes.get_errno())}\n")
@@ -27,6 +29,9 @@ def main(argv: list[str]) -> int:
     for number in (SIGPIPE, SIGXFSZ):  # Python ignores them, and exec would pass that on
         libc.signal(number, None)  # None: SIG_DFL
     libc.signal(SIGUSR2, SIG_IGN)  # a scheduler's word to drain, which may reach all of a node
+    for soft in limit:
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     if cpus := os.environ.get("ELASTIC_ETCD_CPUS"):  # a worker's, see --numa-binding
         os.sched_setaffinity(0, map(int, cpus.split(",")))
     try:

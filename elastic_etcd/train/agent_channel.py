@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from elastic_etcd.errors import AgentGone, EtcdUnreachable, StaleGeneration, UsageError
 from elastic_etcd.protocol import messages
-from elastic_etcd.protocol.packets import receive
+from elastic_etcd.protocol.packets import address_of, peer_of, receive
 from elastic_etcd.times import ANSWER_TIMEOUT
 
 A = TypeVar("A", bound=messages.Answer)
@@ -35,12 +35,12 @@ class Channel:
     message that is not its to send, or does not answer.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, name: str) -> None:
         self.generation = int(os.environ["ELASTIC_ETCD_GENERATION"])
         local_rank = os.environ.get("ELASTIC_ETCD_LOCAL_RANK") or os.environ["LOCAL_RANK"]
         self.local_rank = int(local_rank)
         self.reason = ""  # why this generation was begun
-        self._path = path
+        self._name = name
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._requests = threading.Lock()  # one at a time
         self._sending = threading.Lock()
@@ -52,10 +52,14 @@ class Channel:
         self._number = 0
         self._gone = ""
         try:
-            _connect(self._socket, path)
+            self._socket.connect(address_of(name))
         except OSError as error:
             self._socket.close()
-            raise AgentGone(f"no agent answers at {path}: {error.strerror}") from error
+            raise AgentGone(f"no agent answers at {name}: {error.strerror}") from error
+        _, user = peer_of(self._socket)
+        if user != os.geteuid():  # who may have taken the name since the agent's end
+            self._socket.close()
+            raise AgentGone(f"user {user} answers at {name}: that is no agent of this user")
         self._socket.setblocking(False)
         self._greet()
 
@@ -76,7 +80,7 @@ class Channel:
         if not answer.found:
             return None
         if fd < 0:
-            raise AgentGone(f"the agent at {self._path} found {name!r}, but did not send it")
+            raise AgentGone(f"the agent at {self._name} found {name!r}, but did not send it")
         return fd
 
     def share(self, name: str, fd: int) -> int:
@@ -87,7 +91,7 @@ class Channel:
         """
         _, shared = self._request(messages.Share(0, name), messages.Recalled, fd)
         if shared < 0:
-            raise AgentGone(f"the agent at {self._path} did not send {name!r}")
+            raise AgentGone(f"the agent at {self._name} did not send {name!r}")
         return shared
 
     def raise_if_stale(self) -> None:
@@ -185,7 +189,7 @@ class Channel:
                 raise AgentGone(self._gone) if self._gone else _Silent(self._silence())
             ((answer, sent),) = self._answers
         if not isinstance(answer, kind):
-            raise AgentGone(f"the agent at {self._path} has answered something else")
+            raise AgentGone(f"the agent at {self._name} has answered something else")
         return answer, sent
 
     def _listen(self, receiver: Receiver, wake: int) -> None:
@@ -239,18 +243,11 @@ class Channel:
         return any(fd == wake for fd, _ in ready)
 
     def _silence(self) -> str:
-        return f"the agent at {self._path} did not answer within {ANSWER_TIMEOUT:g} s"
+        return f"the agent at {self._name} did not answer within {ANSWER_TIMEOUT:g} s"
 
     def _lost(self, why: str) -> AgentGone:
-        self._gone = self._gone or f"the agent at {self._path} {why}"
+        self._gone = self._gone or f"the agent at {self._name} {why}"
         return AgentGone(self._gone)
-
-
-def _connect(sock: socket.socket, path: str) -> None:
-    try:
-        sock.connect(path)
-    except FileNotFoundError:  # somebody has removed it, and the agent has not looked since
-        sock.connect(os.environ.get("ELASTIC_ETCD_HELD_SOCKET", path))
 
 
 class _Silent(AgentGone):
@@ -270,14 +267,14 @@ def agent() -> Channel | None:
     """
     global _channel  # noqa: PLW0603 - one process, one worker, one channel
     if _channel is None:
-        path = os.environ.get("ELASTIC_ETCD_SOCKET")
-        if not path or _forked or multiprocessing.parent_process() is not None:
+        name = os.environ.get("ELASTIC_ETCD_SOCKET")
+        if not name or _forked or multiprocessing.parent_process() is not None:
             return None
         own = str(os.getpid())
         if (os.environ.get(_TAKEN) or own) != own:
             return None
         os.environ[_TAKEN] = own
-        _channel = Channel(path)
+        _channel = Channel(name)
     return _channel
 
 
@@ -298,10 +295,10 @@ def leaving() -> bool:
     """
     if _channel is not None and _channel.listens:
         return _channel.leaving()
-    path = os.environ.get("ELASTIC_ETCD_SOCKET")
-    if not path:
+    name = os.environ.get("ELASTIC_ETCD_SOCKET")
+    if not name:
         return False
-    channel = Channel(path)  # another one: a handler may have interrupted a request on ours
+    channel = Channel(name)  # another one: a handler may have interrupted a request on ours
     try:
         return channel.leaving()
     finally:

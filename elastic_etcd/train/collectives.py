@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from elastic_etcd.system.name_lookups import short_lookups
+from elastic_etcd.system.sockets import short_lookups
 from elastic_etcd.train import sync_point
 from elastic_etcd.train.accelerator import current_device
 from elastic_etcd.train.state.snapshot_bytes import bytes_of

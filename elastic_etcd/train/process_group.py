@@ -19,7 +19,7 @@ import torch._dynamo  # noqa: F401
 import torch.distributed as dist
 
 from elastic_etcd.errors import UsageError, WrongHere
-from elastic_etcd.system.name_lookups import short_lookups
+from elastic_etcd.system.sockets import short_lookups
 from elastic_etcd.times import NCCL_LOOK, PARK_LATE, SYNC_PATIENCE
 from elastic_etcd.train import abort, ddp, sync_point
 from elastic_etcd.train.accelerator import devices, uses_devices

@@ -228,7 +228,7 @@ def test_keys_read_by_etcdctl_and_etcd3(ticks: TickingJob, etcd: EtcdServer) -> 
     assert {k.removeprefix(root): json.loads(v) for k, (v, _) in read.items()} == seen
     kinds = {k.split("/")[0] for k in seen}
     assert kinds >= {"spec", "members", "ledger", "round", "world", "acks", "history"}
-    assert all(value["v"] == 1 for value in seen.values())
+    assert all(value["v"] == 2 for value in seen.values())
     assert all(v == json.dumps(json.loads(v), sort_keys=True) for v, _ in read.values())
     leased = {k.removeprefix(root).split("/")[0] for k, (_, lease) in read.items() if lease}
     assert leased == {"members", "acks"}, "a final round is bound to no lease"

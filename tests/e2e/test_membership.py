@@ -183,14 +183,14 @@ def test_r13_a_job_of_a_newer_format_is_refused_and_left(job: TickingJob, etcd: 
     job.trains(1)
     newer = f"/elastic_etcd/{job.name}/ledger"
     before = keys(etcd, job.name)
-    etcd.ctl("put", newer, '{"a field": "of the future", "v": 2}')
+    etcd.ctl("put", newer, '{"a field": "of the future", "v": 3}')
     job.exits(n1, 7)
-    assert "written by a newer elastic_etcd (format 2)" in n1.output
+    assert "written by a newer elastic_etcd (format 3)" in n1.output
     n2 = job.start("n2", settle=0)
     job.exits(n2, 7)
-    assert "written by a newer elastic_etcd (format 2)" in n2.output
+    assert "written by a newer elastic_etcd (format 3)" in n2.output
     after = keys(etcd, job.name)
-    assert after["ledger"] == {"a field": "of the future", "v": 2}
+    assert after["ledger"] == {"a field": "of the future", "v": 3}
     assert after["round"] == before["round"], "nothing was written"
     job.abandoned = True
 

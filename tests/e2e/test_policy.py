@@ -60,14 +60,14 @@ def test_r13_a_job_that_asks_for_a_newer_format_is_left_alone(
     n1 = job.start("n1", settle=0)
     job.trains(1)
     before = keys(etcd, job.name)
-    spec = before["spec"] | {"min_version": 2}
-    assert before["spec"]["min_version"] == 1
+    spec = before["spec"] | {"min_version": 3}
+    assert before["spec"]["min_version"] == 2
     etcd.ctl("put", f"/elastic_etcd/{job.name}/spec", json.dumps(spec))
     job.exits(n1, 7)
     n2 = job.start("n2")
     job.exits(n2, 7)
     for node in (n1, n2):
-        assert "written by a newer elastic_etcd (format 2)" in node.output
+        assert "written by a newer elastic_etcd (format 3)" in node.output
     after = keys(etcd, job.name)
     assert (after["spec"], after["round"]) == (spec, before["round"]), "nothing was written"
     job.abandoned = True

@@ -167,17 +167,16 @@ def worker_of(agent: int) -> int:
 def test_o11_an_epilog_empties_the_folder_of_another_job_s_agents(
     slurm: Slurm, tmp_path: Path
 ) -> None:
-    """They make it anew when they need it next: a worker is killed, and all begin again."""
+    """They need nothing in it: a worker is killed, and all begin again."""
     shared = Path(shared_tmp(slurm))
     told = {"NNODES": "2:2", "TMPDIR": str(shared), **FLAGS}
     job = slurm.sbatch("--nodes=2", "fixed.sbatch", "train.py", str(tmp_path), **told)
     fixed = (job, "fixed")
     agents = trains(slurm, 2, fixed, times=2)
-    assert len([*shared.glob("elastic_etcd_agent-*")]) == 2
+    (shared / "file").touch()
     slurm.ends(slurm.sbatch("--nodes=1", "--wrap", "true"))
     slurm.wait("the epilog has run", lambda: not [*shared.iterdir()])
     os.kill(worker_of(agents["n1"]), signal.SIGKILL)
     assert trains(slurm, 2, fixed, times=4) == agents, "by the same agents"
-    assert log(slurm, *fixed).count("somebody has removed") >= 2
     (tmp_path / "stop").touch()
     slurm.ends(job)

@@ -46,8 +46,8 @@ def test_o12_versions_that_differ_in_a_field_train_together_and_formats_do_not_m
     assert keys(etcd, job.name)["ledger"]["added"] == "as it was", "n2 knows no such field"
     n1 = job.start("n1", env=later, settle=0)
     g = job.trains(2, after=g)
-    n3 = job.start("n3", env=version(tmp_path / "next", "\nVERSION = 1\n", "\nVERSION = 2\n"))
+    n3 = job.start("n3", env=version(tmp_path / "next", "\nVERSION = 2\n", "\nVERSION = 3\n"))
     job.exits(n3, 2)
-    assert "an older elastic_etcd (format 1) runs it" in n3.output
+    assert "an older elastic_etcd (format 2) runs it" in n3.output
     job.goes_on(g)
     job.finish(n1, n2)

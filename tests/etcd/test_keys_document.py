@@ -271,7 +271,7 @@ def test_history_has_the_outcome(written: list[Written]) -> None:
         outcomes = [one.value for one in some if one.kind == "outcome"]
         ended = [one.value["outcome"] for one in some if "outcome" in one.value]
         assert ended
-        assert all({**outcome, "v": 1} in outcomes for outcome in ended)
+        assert all({**outcome, "v": 2} in outcomes for outcome in ended)
 
 
 def test_leases_are_as_documented(written: list[Written]) -> None:
@@ -291,7 +291,7 @@ def test_leases_are_as_documented(written: list[Written]) -> None:
 
 def test_values_are_written_as_documented(written: list[Written]) -> None:
     for one in (*documented(), *written):
-        assert one.value["v"] == 1
+        assert one.value["v"] == 2
     text = re.findall(r"```json\n(.*?)\n```", DOCUMENT, re.DOTALL)
     for shown in text:
         assert list(json.loads(shown)) == sorted(json.loads(shown)), shown

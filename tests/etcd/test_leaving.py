@@ -76,7 +76,7 @@ async def test_r5_a_key_goes_when_the_others_have_begun_anew(
     etcd: EtcdServer, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A busy agent would see mark and end at once, and take the node for lost."""
-    monkeypatch.setattr("elastic_etcd.agent.membership.LEAVE_TIMEOUT", 60.0)  # a busy machine
+    monkeypatch.setattr("elastic_etcd.times.LEAVE_TIMEOUT", 60.0)  # a busy machine
     async with node(etcd, prefix) as it:
         keys, run, lease = it.keys, it.joined.run, it.joined.lease
         world = Round(1, Phase.FINAL, 7, "the job begins", run, "n2", 2, 2, Master("n2", 1))

@@ -6,14 +6,15 @@ from typing import Any, NamedTuple
 
 from msgspec import structs
 
-from elastic_etcd.core import lifecycle, writes
+from elastic_etcd.core import invariants, lifecycle, writes
+from elastic_etcd.core.failure_policies import LONGEST
 from elastic_etcd.core.lifecycle import Action, Event, Lasted, State, ViewChanged, Write
 from elastic_etcd.core.rules import Ack, Verdict
 from elastic_etcd.core.schema import Ledger, Limits, Master, Member, Phase, Round
-from elastic_etcd.core.suspects import LONGEST
 from elastic_etcd.core.txn import Delete, Get, Put, Txn
 from elastic_etcd.core.view import Coverage, View, covered, view_of
 from tests.model.invariants import (
+    Violation,
     check_again,
     check_budget,
     check_format,
@@ -77,6 +78,8 @@ class Agent:
         happened = ViewChanged(self.views[event]) if isinstance(event, int) else event
         state, actions = lifecycle.step(before, happened, now)
         write = next((a for a in actions if isinstance(a, Write)), None)
+        if broken := invariants.violated(state, actions):
+            raise Violation(broken)
         check_size(state, self.limits)
         check_format(before, happened, actions)
         check_again(before, actions)

@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from functools import cache
 
-from msgspec import UNSET
 from msgspec.structs import replace
 
-from elastic_etcd.core.final_failures import TRAINED
+from elastic_etcd.core import failure_policies
 from elastic_etcd.core.lifecycle import (
     CUT_OFF,
     Action,
@@ -21,11 +20,13 @@ from elastic_etcd.core.rules import Claim, Close, Freeze, Local, TakeOver, Verdi
 from elastic_etcd.core.schema import (
     Drain,
     Failure,
+    FailureKind,
     Ledger,
     Limits,
     Member,
     Outcome,
     Participant,
+    Past,
     Phase,
     Report,
     Requests,
@@ -259,8 +260,8 @@ def check_budget(state: State, write: Write, limits: Limits) -> None:
     """
     if isinstance(write.what, Freeze) and state.view:
         now, before = write.what.round, state.view.ledger
-        again = now.early and now.early == before.early != TRAINED
-        if again and now.restarts > before.restarts:
+        counts = now.restarts > before.restarts
+        if counts and _early_errors(now)[-2:] == [EARLY, EARLY]:
             raise Violation("I7: an error that came twice is tried again")
     if not isinstance(write.what, Close):
         return
@@ -275,20 +276,27 @@ def check_budget(state: State, write: Write, limits: Limits) -> None:
         return
     ledger, last = state.view.ledger, state.lasted
     seen = last.seconds if last.generation == ledger.final else 0.0
-    if ledger.trained + seen >= limits.restart_window:
+    counted = [f.at for f in ledger.failures if f.kind is not FailureKind.GONE and not f.free]
+    if ledger.trained + seen - max(counted, default=0.0) >= limits.restart_window:
         raise Violation("I7: the job is closed though its failures are forgiven")
 
 
 def _can_be_spared(view: View, local: Local, failure: Failure, limits: Limits) -> bool:
     """Whether enough others are ready that are no suspects, and the failed node is one."""
-    failed = {s.node: s.failed for s in view.ledger.suspects}
+    failed = {s.node: s.failed for s in failure_policies.suspects(view.ledger, limits).values()}
     if failure.uptime >= limits.min_uptime or not limits.suspect_after:
         return False
     failed[failure.node] = failed.get(failure.node, 0) + 1
     ready = {ack.lease for ack in view.acks} | {local.lease}
-    suspects = {node for node, times in failed.items() if times >= limits.suspect_after}
-    others = [m for m in view.members if m.lease in ready and m.node not in suspects]
-    return failure.node in suspects and len(others) >= limits.min_nodes
+    known = {node for node, times in failed.items() if times >= limits.suspect_after}
+    others = [m for m in view.members if m.lease in ready and m.node not in known]
+    return failure.node in known and len(others) >= limits.min_nodes
+
+
+def _early_errors(past: Past) -> list[str]:
+    """The errors of workers, oldest first; "" for one after some step, or that says nothing."""
+    failures = [f for f in past.failures if f.kind is not FailureKind.GONE]
+    return [f.what if f.early else "" for f in failures]
 
 
 def check_format(before: State, event: Event, actions: Sequence[Action]) -> None:
@@ -402,8 +410,9 @@ def _check_close(before: Store, after: Store, limits: Limits) -> None:
         raise Violation("I7: the job is closed though not every participant is done")
     failure = outcome.failure
     if failure and ledger.restarts < limits.max_restarts:
-        came_before = failure.message == EARLY and ledger.early not in (UNSET, TRAINED)
-        reached = len(ledger.stalled or ()) >= limits.stop_after_no_progress
+        came_before = failure.message == EARLY and _early_errors(ledger)[-1:] == [EARLY]
+        at_a_place = [f for f in ledger.failures if f.place]
+        reached = len(at_a_place) >= limits.stop_after_no_progress
         in_vain = outcome.exit_code == IN_VAIN and reached
         if not (came_before or in_vain):
             raise Violation("I7: the job is closed though restarts are left")

@@ -11,7 +11,7 @@ from elastic_etcd.core.schema import Keys, Participant
 from elastic_etcd.core.txn import Compare, Delete, Get, KeyValue, Put, Snapshot, Txn
 
 KEYS = Keys("/m/j")
-NEWER = '{"v": 2}'  # an outcome that an agent of a newer version writes
+NEWER = '{"v": 3}'  # an outcome that an agent of a newer version writes
 EARLY = "ImportError: no numpy"  # what a worker has said
 
 _revisions: dict[str, int] = {}

@@ -10,12 +10,10 @@ import pytest
 from msgspec import structs
 
 from elastic_etcd.core import (
-    final_failures,
+    failure_policies,
     lifecycle,
-    no_progress,
     requests,
     rules,
-    suspects,
     view,
     writes,
 )
@@ -45,6 +43,7 @@ from elastic_etcd.core.schema import (
     Master,
     Member,
     Participant,
+    Past,
     Phase,
     Ready,
     Round,
@@ -71,10 +70,12 @@ def same_generation_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def nobody_has_time_to_be_listed(patch: pytest.MonkeyPatch) -> None:
-    def mutant(seen: View, local: Local, asked: Limits, elapsed: Elapsed) -> Decision:
-        return rules.decide(seen, local, asked, structs.replace(elapsed, listing=0.0))
+    decide = rules.decide
 
-    patch.setattr(lifecycle, "decide", mutant)
+    def mutant(seen: View, local: Local, asked: Limits, elapsed: Elapsed) -> Decision:
+        return decide(seen, local, asked, structs.replace(elapsed, listing=0.0))
+
+    patch.setattr(rules, "decide", mutant)
 
 
 def a_key_is_put_back_into_any_world(patch: pytest.MonkeyPatch) -> None:
@@ -315,7 +316,7 @@ def an_old_view_is_believed(patch: pytest.MonkeyPatch) -> None:
             return lifecycle._decide(state, state.view, state.limits, now, actions)
         return state
 
-    patch.setattr(lifecycle, "vanished", lambda seen, local: local.lease and vanished(seen, local))
+    patch.setattr(rules, "vanished", lambda seen, local: local.lease and vanished(seen, local))
     patch.setattr(lifecycle, "_react", mutant)
 
 
@@ -335,7 +336,8 @@ def only_one_long_world_forgives(patch: pytest.MonkeyPatch) -> None:
     freeze = rules._freeze
 
     def mutant(seen: View, *rest: Any) -> Decision:
-        ledger = structs.replace(seen.ledger, trained=0.0)
+        before = failure_policies.seconds_since_restart(seen.ledger)
+        ledger = structs.replace(seen.ledger, trained=seen.ledger.trained - before)
         return freeze(structs.replace(seen, ledger=ledger), *rest)
 
     patch.setattr(rules, "_freeze", mutant)
@@ -431,7 +433,7 @@ def suspects_never_take_part(patch: pytest.MonkeyPatch) -> None:
     joinable = rules._lead_joinable
 
     def mutant(seen: View, now: Round, local: Local, asked: Limits, elapsed: Elapsed) -> Decision:
-        known = suspects.doubted(seen.ledger.suspects, asked.suspect_after)
+        known = failure_policies.doubted(seen.ledger, asked)
         trusted = {m.lease for m in seen.members if m.node not in known}
         acks = tuple(ack for ack in seen.acks if ack.lease in trusted)
         own = local.acked if local.lease in trusted else 0
@@ -442,12 +444,16 @@ def suspects_never_take_part(patch: pytest.MonkeyPatch) -> None:
 
 
 def suspects_use_up_the_budget(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(suspects, "doubted", lambda *_: frozenset())
+    patch.setattr(failure_policies, "doubted", lambda *_: frozenset())
 
 
 def suspects_are_left_out_for_ever(patch: pytest.MonkeyPatch) -> None:
-    left = suspects.left
-    patch.setattr(suspects, "left", lambda *asked: float("inf") if left(*asked) else 0.0)
+    left_out = failure_policies.left_out
+
+    def mutant(past: Past, asked: Limits) -> dict[str, float]:
+        return dict.fromkeys(left_out(past, asked), float("inf"))
+
+    patch.setattr(failure_policies, "left_out", mutant)
 
 
 def who_is_cut_off_trains_on(patch: pytest.MonkeyPatch) -> None:
@@ -494,24 +500,27 @@ def nobody_scales(patch: pytest.MonkeyPatch) -> None:
 
 
 def an_error_that_came_twice_is_tried_again(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(final_failures, "why_final", lambda *_: "")
+    patch.setattr(failure_policies, "final_error", lambda _: "")
 
 
 def an_early_error_is_final_at_once(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(final_failures, "why_final", lambda _, now, __: now)
+    patch.setattr(failure_policies, "final_error", lambda past: past.failures[-1].what)
 
 
 def restarts_that_come_no_further_go_on(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(no_progress, "why_final", lambda *_: "")
+    patch.setattr(failure_policies, "no_progress", lambda *_: "")
 
 
 def where_the_last_failure_was_is_forgotten(patch: pytest.MonkeyPatch) -> None:
-    noted = no_progress.noted
-    patch.setattr(no_progress, "noted", lambda _, failure, most: noted((), failure, most))
+    stalled = failure_policies.stalled
+    patch.setattr(failure_policies, "stalled", lambda past: stalled(past)[-1:])
 
 
 def the_first_failure_at_a_place_is_final(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(no_progress, "why_final", lambda stalled, _: "in vain" if stalled else "")
+    stalled = failure_policies.stalled
+    patch.setattr(
+        failure_policies, "no_progress", lambda past, _: "in vain" if stalled(past) else ""
+    )
 
 
 TWO, ONE = limits(1, 2), limits(1, 1)

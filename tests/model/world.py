@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 
 from elastic_etcd.core import writes
+from elastic_etcd.core.failure_policies import LONGEST
 from elastic_etcd.core.lifecycle import (
     Action,
     Answered,
@@ -45,7 +46,6 @@ from elastic_etcd.core.schema import (
     TrainingPlace,
     encode,
 )
-from elastic_etcd.core.suspects import LONGEST
 from elastic_etcd.core.txn import Put, Txn
 from elastic_etcd.core.view import Everything, covered, view_of
 from tests.model.agent import RUN, Agent, lasted, leaves_out

@@ -19,7 +19,7 @@ pytestmark = [
 def test_the_demos_set_up_tells_each_package_and_needs_no_tool(tmp_path: Path) -> None:
     clone, venv = tmp_path / "clone", tmp_path / "venv"
     subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True)
-    command = [clone / "scripts" / "setup", "demo"]
+    command = [str(clone / "scripts" / "setup"), "demo"]
     env = os.environ | {"VENV": str(venv), "PYTHON": sys.executable}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -8,6 +8,12 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from elastic_etcd.cli.flag_values import in_multiples, nnodes
+from elastic_etcd.core.failure_policies import (
+    Suspect,
+    rapid_failures,
+    seconds_since_restart,
+    suspects,
+)
 from elastic_etcd.core.lifecycle import (
     Answered,
     LeaseLost,
@@ -31,7 +37,6 @@ from elastic_etcd.core.schema import (
     Requests,
     Scale,
     Sizes,
-    Suspect,
     TrainingPlace,
     encode,
 )
@@ -139,7 +144,8 @@ class Commands(Simulator):
         elif what == "ledger":
             yield _ledger(view)
         elif what == "suspects":
-            yield from map(_suspect, view.ledger.suspects)
+            assert view.spec
+            yield from map(_suspect, suspects(view.ledger, view.spec.limits).values())
         elif what == "outcome":
             o = view.outcome
             code = f", exit code {o.exit_code}: {o.reason}" if o else ""
@@ -270,8 +276,9 @@ def _world(view: View) -> str:
 def _ledger(view: View) -> str:
     ledger = view.ledger
     last = f"generation {ledger.generation}, last world {ledger.final} [{_world(view)}]"
-    trained = f", trained for {ledger.trained:g} s" if ledger.trained else ""
-    return f"{last}, {ledger.restarts} restarts, {ledger.rapid_failures} rapid failures{trained}"
+    since, rapid = seconds_since_restart(ledger), rapid_failures(ledger)
+    trained = f", trained for {since:g} s" if since else ""
+    return f"{last}, {ledger.restarts} restarts, {rapid} rapid failures{trained}"
 
 
 def _suspect(suspect: Suspect) -> str:

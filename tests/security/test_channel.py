@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from elastic_etcd.protocol.packets import address_of
 from tests.support.job import Job
 from tests.support.ticking import TickingJob
 
@@ -34,12 +35,12 @@ GARBAGE: dict[str, list[bytes]] = {
 
 
 def socket_of(agent: int) -> str:
-    """Where the agent listens for its workers."""
+    """The name at which the agent listens for its workers."""
     links = [fd.readlink() for fd in Path(f"/proc/{agent}/fd").iterdir() if fd.is_symlink()]
     inodes = {str(link)[8:-1] for link in links if str(link).startswith("socket:[")}
     for line in Path(f"/proc/{agent}/net/unix").read_text().splitlines()[1:]:
         fields = line.split()
-        if len(fields) == 8 and fields[7].endswith("/agent") and fields[6] in inodes:
+        if len(fields) == 8 and fields[7].startswith("@elastic_etcd-") and fields[6] in inodes:
             return fields[7]
     raise AssertionError(f"{agent} listens nowhere")
 
@@ -65,8 +66,7 @@ def seqpacket() -> socket.socket:
 def test_anything_at_the_socket_of_an_agent_whose_workers_train(job: Job) -> None:
     n1 = job.start("n1", nnodes="1")
     generation = job.trains(1)
-    path = socket_of(n1.pid)
-    assert Path(path).parent.stat().st_mode & 0o777 == 0o700
+    path = address_of(socket_of(n1.pid))
     before = len(list(Path(f"/proc/{n1.pid}/fd").iterdir()))
     for what, packets in GARBAGE.items():
         assert hung_up(path, packets), what
@@ -92,7 +92,7 @@ def test_worker_that_parks_with_a_strange_error(ticks: TickingJob) -> None:
     script.write_text(
         "import json, os, socket\n"
         "sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)\n"
-        "sock.connect(os.environ['ELASTIC_ETCD_SOCKET'])\n"
+        "sock.connect(os.environ['ELASTIC_ETCD_SOCKET'].replace('@', '\\0', 1))\n"
         "g = int(os.environ['ELASTIC_ETCD_GENERATION'])\n"
         "hello = {'type': 'hello', 'v': 1, 'pid': os.getpid(), 'local_rank': 0, 'generation': g}\n"
         f"parked = {{'type': 'parked', 'generation': g, 'error': {json.dumps(error)}}}\n"

@@ -13,11 +13,14 @@ from elastic_etcd.core.lifecycle import Life, ReportEnd, State, ViewChanged, Wri
 from elastic_etcd.core.rules import Claim, Local
 from elastic_etcd.core.schema import (
     LONGEST,
+    MOST_PAST,
+    FailureKind,
     History,
     Ledger,
     Limits,
     Member,
     Outcome,
+    PastFailure,
     Phase,
     Report,
     Requests,
@@ -120,7 +123,8 @@ def test_what_anybody_may_write_makes_no_agent_fall(found: dict[str, str], local
 
 
 def test_many_rapid_failures_still_back_off() -> None:
-    ledger = Ledger(4, 3, rapid_failures=5000)
+    rapid = PastFailure("n2", FailureKind.ERROR, 0.0, rapid=True)
+    ledger = Ledger(4, 3, restarts=5000, failures=MOST_PAST * (rapid,))
     failure = structs.replace(FAILURE, uptime=0.1)
     found = job(Phase.JOINABLE) | {
         KEYS.ledger: encode(ledger),

@@ -1,9 +1,6 @@
 """An agent's end of the channel, for tests of what workers ask of it."""
 
 import asyncio
-import atexit
-import shutil
-import tempfile
 import threading
 from typing import Self
 
@@ -11,19 +8,12 @@ from elastic_etcd.agent.channel import ChannelServer, WorkerChannel
 from elastic_etcd.protocol.messages import AskCurrent, Current, Disconnected, FromWorker
 
 
-def opened(channels: ChannelServer) -> str:
-    """The path at which it listens, in a directory that goes with this process."""
-    folder = tempfile.mkdtemp(prefix="channel-", dir="/tmp")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return channels.open(folder)
-
-
 class Job:
     """The agent's end of the channel, real, in a thread; `is_current` is what etcd would say."""
 
     def __init__(self) -> None:
         self.is_current = True
-        self.path = ""
+        self.name = ""  # of its socket
         self._open = threading.Event()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run)
@@ -41,7 +31,7 @@ class Job:
     def _run(self) -> None:
         async def begin() -> ChannelServer:
             channels = ChannelServer(self._answer)
-            self.path = opened(channels)
+            self.name = channels.open()
             return channels
 
         channels = self._loop.run_until_complete(begin())

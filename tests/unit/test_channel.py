@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from collections.abc import AsyncIterator
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 import pytest
 from msgspec import Struct
@@ -28,6 +27,7 @@ from elastic_etcd.agent.channel import ChannelServer, WorkerChannel
 from elastic_etcd.children import forkserver, guardian_process
 from elastic_etcd.errors import AgentGone, EtcdUnreachable, StaleGeneration, UsageError
 from elastic_etcd.etcd.access import EtcdConfig
+from elastic_etcd.protocol import messages
 from elastic_etcd.protocol.messages import (
     AskCurrent,
     Bye,
@@ -39,6 +39,7 @@ from elastic_etcd.protocol.messages import (
     FromAgent,
     FromWorker,
     Gone,
+    Heard,
     Hello,
     Interrupt,
     Keep,
@@ -51,13 +52,12 @@ from elastic_etcd.protocol.messages import (
     from_agent,
     from_worker,
 )
+from elastic_etcd.protocol.packets import address_of
 from elastic_etcd.train import agent_channel as worker_end
-from elastic_etcd.train.agent_channel import Channel, leaving
-from tests.support.channels import opened
+from elastic_etcd.train.agent_channel import Channel
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "contributing" / "channel.md"
 HELLO = Hello(1, 1, 0, 7)
-Heard: TypeAlias = FromWorker | Disconnected
 H = TypeVar("H", bound=Heard)
 
 
@@ -66,7 +66,7 @@ class Agent:
 
     def __init__(self) -> None:
         self.server = ChannelServer(self._heard)
-        self.path = opened(self.server)
+        self.name = self.server.open()
         self.heard: asyncio.Queue[tuple[WorkerChannel, Heard]] = asyncio.Queue()
         self.answer: tuple[bool | None, str] | None = True, ""
 
@@ -86,7 +86,7 @@ class Agent:
 @pytest.fixture
 async def agent(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Agent]:
     agent = Agent()
-    monkeypatch.setenv("ELASTIC_ETCD_SOCKET", agent.path)
+    monkeypatch.setenv("ELASTIC_ETCD_SOCKET", agent.name)
     monkeypatch.setenv("ELASTIC_ETCD_WORKER_PID", "")
     monkeypatch.setenv("ELASTIC_ETCD_GENERATION", "7")
     monkeypatch.setenv("LOCAL_RANK", "0")
@@ -97,7 +97,7 @@ async def agent(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Agent]:
 @pytest.fixture
 async def worker(agent: Agent) -> AsyncIterator[Channel]:
     """In this process; what it waits for must be asked for in a thread."""
-    worker = await asyncio.to_thread(Channel, agent.path)
+    worker = await asyncio.to_thread(Channel, agent.name)
     yield worker
     worker._socket.close()
 
@@ -197,7 +197,7 @@ async def test_workers_of_other_local_ranks_have_their_own(
 ) -> None:
     await asyncio.to_thread(worker.keep, "state", memory(b"of 0"))
     monkeypatch.setenv("ELASTIC_ETCD_LOCAL_RANK", "1")  # LOCAL_RANK may be 0 for all of them
-    other = await asyncio.to_thread(Channel, agent.path)
+    other = await asyncio.to_thread(Channel, agent.name)
     assert await asyncio.to_thread(other.recall, "state") is None
     other._socket.close()
 
@@ -300,7 +300,7 @@ async def test_an_agent_that_is_gone(agent: Agent, worker: Channel) -> None:
             with pytest.raises(AgentGone, match="has hung up"):
                 await asyncio.to_thread(ask)
     with pytest.raises(AgentGone, match="no agent answers"):
-        Channel(agent.path)
+        Channel(agent.name)
 
 
 async def test_without_a_launcher_and_in_children_there_is_no_channel(agent: Agent) -> None:
@@ -389,37 +389,57 @@ async def test_a_process_ends_though_nobody_has_ended_its_listening(agent: Agent
     )
 
 
-async def test_m7_an_agent_whose_socket_somebody_has_removed_is_reached(
-    agent: Agent, worker: Channel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the descriptor of it, until the agent looks; and then at its path. A connection stays."""
-    monkeypatch.setenv("ELASTIC_ETCD_HELD_SOCKET", agent.server.held)
-    Path(agent.path).unlink()
-    for _ in range(2):
-        assert await asyncio.to_thread(leaving) is False
-        await agent.server.renew()
-        monkeypatch.delenv("ELASTIC_ETCD_HELD_SOCKET")
-        assert await asyncio.to_thread(leaving) is False
-        monkeypatch.setenv("ELASTIC_ETCD_HELD_SOCKET", agent.server.held)
-        shutil.rmtree(Path(agent.path).parent)
-        assert await asyncio.to_thread(leaving) is False
-        Path(agent.path).parent.mkdir()
-    assert await asyncio.to_thread(worker.leaving) is False
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
 async def test_another_user_is_not_answered(agent: Agent, caplog: pytest.LogCaptureFixture) -> None:
-    Path(agent.path).parent.chmod(0o755)
-    Path(agent.path).chmod(0o777)
     nobody = f"""
         import os, socket
         os.setuid(65534)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        sock.connect({agent.path!r})
+        sock.connect({address_of(agent.name)!r})
         print(sock.recv(1))
     """
     assert await process(nobody) == "b''\n"
     assert "is not answered: it is user 65534" in caplog.text
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be in another container")
+async def test_the_same_user_of_another_container_is_not_answered() -> None:
+    """Both may be on the host's network, and abstract names are those of a network."""
+    code = """
+        import asyncio, logging
+        from elastic_etcd.agent.channel import ChannelServer
+        async def main():
+            logging.basicConfig(stream=sys.stdout, format="%(message)s")
+            print(ChannelServer(lambda *_: None).open(), flush=True)
+            await asyncio.to_thread(sys.stdin.read)
+        import sys
+        asyncio.run(main())
+    """
+    contained = ("unshare", "--pid", "--fork", "--kill-child", sys.executable, "-c")
+    code, pipe = textwrap.dedent(code), subprocess.PIPE
+    other = await asyncio.create_subprocess_exec(*contained, code, stdin=pipe, stdout=pipe)
+    assert other.stdout
+    name = (await other.stdout.readline()).decode().strip()
+    with seqpacket() as sock:
+        sock.connect(address_of(name))
+        assert await asyncio.to_thread(sock.recv, 1) == b""
+    said, _ = await other.communicate(b"")
+    assert said == b"process 0 calls and is not answered: it is in another container\n"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+async def test_a_name_that_another_user_has_taken_is_no_agent(agent: Agent) -> None:
+    """An agent's name is free from its end on, and its worker may live a moment longer."""
+    agent.server.close()
+    with seqpacket() as sock:
+        sock.bind(address_of(agent.name))
+        os.seteuid(65534)
+        try:
+            sock.listen()
+        finally:
+            os.seteuid(0)
+        with pytest.raises(AgentGone, match="user 65534 answers at @elastic_etcd-"):
+            Channel(agent.name)
 
 
 async def test_what_is_shared_is_the_first_one_s(agent: Agent) -> None:
@@ -447,16 +467,15 @@ async def test_the_document_shows_what_is_sent(
     agent: Agent, monkeypatch: pytest.MonkeyPatch, worker: Channel
 ) -> None:
     sent: dict[str, dict[str, bytes]] = {"worker": {}, "agent": {}}
-    for module, who in ((worker_end, "worker"), (agent_end, "agent")):
 
-        def record(message: Struct, who: str = who) -> bytes:
-            packet = encode(message)
-            sent[who][kind_of(type(message))] = packet
-            return packet
+    def record(message: Struct) -> bytes:
+        packet = encode(message)
+        who = "worker" if isinstance(message, FromWorker) else "agent"
+        sent[who][kind_of(type(message))] = packet
+        return packet
 
-        monkeypatch.setattr(module, "encode", record)
-
-    again = await asyncio.to_thread(Channel, agent.path)
+    monkeypatch.setattr(messages, "encode", record)
+    again = await asyncio.to_thread(Channel, agent.name)
     await asyncio.to_thread(again.keep, "state0.0", memory(b""))
     await asyncio.to_thread(again.recall, "state0.0")
     await asyncio.to_thread(again.share, "state0.node0", memory(b""))
@@ -525,7 +544,7 @@ def seqpacket() -> socket.socket:
 async def test_hello_comes_first_and_once(agent: Agent, caplog: pytest.LogCaptureFixture) -> None:
     for spoken in ([Elastic()], [HELLO, HELLO], [Hello(2, 1, 0, 7)]):
         with seqpacket() as sock:
-            sock.connect(agent.path)
+            sock.connect(address_of(agent.name))
             for message in spoken:
                 sock.sendall(encode(message))
             await hung_up(sock)
@@ -536,7 +555,7 @@ async def test_hello_comes_first_and_once(agent: Agent, caplog: pytest.LogCaptur
 async def test_no_local_rank_is_negative(agent: Agent, caplog: pytest.LogCaptureFixture) -> None:
     """The agent has -1 for one that has not said hello."""
     with seqpacket() as sock:
-        sock.connect(agent.path)
+        sock.connect(address_of(agent.name))
         sock.sendall(b'{"type":"hello","v":1,"pid":1,"local_rank":-1,"generation":7}')
         await hung_up(sock)
     assert "Expected `int` >= 0 - at `$.local_rank`" in caplog.text
@@ -578,7 +597,7 @@ async def test_floods(
     loop = asyncio.get_running_loop()
     with seqpacket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-        sock.connect(agent.path)
+        sock.connect(address_of(agent.name))
         sock.setblocking(False)
         try:
             for packet in (encode(HELLO), *flood):
@@ -600,16 +619,16 @@ async def test_descriptors_that_nobody_asked_for(
     fd = os.open("/dev/null", os.O_RDONLY)
     for message, count in ((Elastic(), 1), (Elastic(), 200), (Keep(1, "x"), 2)):
         with seqpacket() as sock:
-            sock.connect(agent.path)
+            sock.connect(address_of(agent.name))
             sock.sendall(encode(HELLO))
             socket.send_fds(sock, [encode(message)], [fd] * count)
             await hung_up(sock)
     with seqpacket() as sock:
-        sock.connect(agent.path)
+        sock.connect(address_of(agent.name))
         socket.send_fds(sock, [encode(HELLO)], [fd])
         await hung_up(sock)
     with seqpacket() as sock:
-        sock.connect(agent.path)
+        sock.connect(address_of(agent.name))
         sock.sendall(encode(HELLO))
         for number in range(129):
             socket.send_fds(sock, [encode(Keep(number, str(number)))], [fd])
@@ -633,7 +652,7 @@ async def test_descriptors_that_nobody_takes(
     loop = asyncio.get_running_loop()
     with seqpacket() as sock:
         sock.setblocking(False)
-        sock.connect(agent.path)
+        sock.connect(address_of(agent.name))
         await loop.sock_sendall(sock, encode(HELLO))
         socket.send_fds(sock, [encode(Keep(1, "x"))], [fd])
         try:
@@ -672,7 +691,7 @@ async def test_no_descriptors_are_left_for_a_call(
 
     agent.server._socket = Full()  # type: ignore[assignment]
     caplog.set_level(logging.WARNING)
-    worker = await asyncio.to_thread(Channel, agent.path)
+    worker = await asyncio.to_thread(Channel, agent.name)
     await asyncio.to_thread(worker.raise_if_stale)
     worker._socket.close()
     assert "a worker's call can't be taken: Too many open files" in caplog.text

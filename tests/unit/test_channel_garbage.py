@@ -24,7 +24,7 @@ from elastic_etcd.protocol.messages import (
     Welcome,
     encode,
 )
-from tests.support.channels import opened
+from elastic_etcd.protocol.packets import address_of
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
@@ -78,7 +78,7 @@ async def throw(parts: list[bytes], greets: bool, descriptors: list[int]) -> Non
             assert isinstance(message, Elastic | Parked | Disconnected)
 
     server = ChannelServer(heard)
-    path = opened(server)
+    path = address_of(server.open())
     hello = encode(Hello(1, 1, 0, 7))
     with seqpacket() as sock, Path(os.devnull).open() as null:
         sock.connect(path)

@@ -14,17 +14,16 @@ from msgspec.structs import fields
 
 from elastic_etcd import core
 from elastic_etcd.core import (
-    final_failures,
+    failure_policies,
     hangs,
+    invariants,
     lifecycle,
-    no_progress,
     peers,
     ranks,
     requests,
     rules,
     schema,
     stragglers,
-    suspects,
     txn,
     view,
     words,
@@ -32,8 +31,8 @@ from elastic_etcd.core import (
 )
 
 MODULES = (
-    *(final_failures, hangs, lifecycle, no_progress, peers, ranks, rules, schema),
-    *(stragglers, suspects, txn, view, requests, words, writes),
+    *(failure_policies, hangs, invariants, lifecycle, peers, ranks, rules, schema),
+    *(stragglers, txn, view, requests, words, writes),
 )
 # What is something though nothing is said; what is written another version may have left out.
 SAID = {

@@ -11,6 +11,7 @@ from elastic_etcd.agent.followers.divergence_watch import DivergenceWatch
 from elastic_etcd.core.lifecycle import Finding, Published, State, Tick, WorkersDiverged
 from elastic_etcd.core.rules import Local
 from elastic_etcd.core.schema import (
+    MOST_DRAINS,
     Divergence,
     Drain,
     Keys,
@@ -19,6 +20,7 @@ from elastic_etcd.core.schema import (
     Phase,
     Requests,
     Round,
+    Scale,
     decode,
 )
 from elastic_etcd.core.txn import Compare, Put
@@ -128,6 +130,24 @@ async def test_t6_a_node_that_is_drained_or_needed_is_not_drained(
     assert not node.written
     told = [] if drained else ["n2 is not drained: fewer nodes than --nnodes 2:2 would be left"]
     assert caplog.messages == [LINE, *told]
+
+
+async def test_t6_a_job_may_be_scaled_to_what_would_be_left() -> None:
+    """The limits of its spec stand, which no longer say how many nodes train."""
+    wanted = Requests(scale=Scale(1, 1, run="r", instead_of="2:2"))
+    node = await Node("drain", least=2, wanted=wanted).hears(diverged(2, named=True, alone=True))
+    assert [drain.node for each in node.written for drain in each.drains] == ["n2"]
+
+
+async def test_t6_more_drains_than_can_be_read_are_not_written(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Nobody would heed any of them."""
+    caplog.set_level(logging.WARNING)
+    wanted = Requests(tuple(Drain(f"other{n}") for n in range(MOST_DRAINS)))
+    node = await Node("drain", wanted=wanted).hears(diverged(2, named=True, alone=True))
+    assert not node.written
+    assert caplog.messages == [LINE, "n2 is not drained: no more nodes can be, undrain some"]
 
 
 @pytest.mark.parametrize("running", [0, 4])

@@ -84,10 +84,10 @@ def test_the_folder_of_one_generation_covers_no_other(one: int, other: int) -> N
 
 
 def test_values_read_well() -> None:
-    assert encode(Ready(1, Master("n1", 80))) == '{"master": {"addr": "n1", "port": 80}, "v": 1}'
+    assert encode(Ready(1, Master("n1", 80))) == '{"master": {"addr": "n1", "port": 80}, "v": 2}'
     assert encode(Participant(10, "größer", 2, 0, 0)) == (
         '{"first_rank": 0, "group_rank": 0, "lease": "000000000000000a", "node": "größer", '
-        '"nproc": 2, "v": 1}'
+        '"nproc": 2, "v": 2}'
     )
 
 
@@ -108,7 +108,7 @@ json_values = st.recursive(
 
 
 @pytest.mark.parametrize(
-    "value", ["", "{", "null", "[]", "1", '"v"', "{}", '{"v": 2}', '{"v": "1"}', '{"v": null}']
+    "value", ["", "{", "null", "[]", "1", '"v"', "{}", '{"v": 3}', '{"v": "1"}', '{"v": null}']
 )
 def test_what_is_no_value(value: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011  (each says what is wrong in its own words)

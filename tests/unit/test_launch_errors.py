@@ -152,7 +152,7 @@ def test_no_descriptor_is_left_for_the_agent(directory: Path) -> None:
     done = run(["--no-python", "true"], directory, limited)
     assert done.returncode == 2, done.stderr
     assert "]: error: Too many open files: an agent needs more than 64, this " in done.stderr
-    assert "process may have 32 (ulimit -n).\n" in done.stderr
+    assert "process may have 32 (ulimit -Hn).\n" in done.stderr
     assert len(done.stderr.splitlines()) <= 3
 
 

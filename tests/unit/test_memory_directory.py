@@ -2,10 +2,8 @@
 
 import logging
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import uuid
 from pathlib import Path
@@ -13,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from elastic_etcd.agent import directories
-from elastic_etcd.agent.channel import ChannelServer
-from elastic_etcd.agent.directories import Directory, memory_directory, own_directory
+from elastic_etcd.agent.directories import Directory, memory_directory
 
 PREFIX = f"{directories._MEMORY}{directories._boot()}-"
 LEAVE_ONE = "import os, sys; from elastic_etcd.agent.directories import memory_directory; "
@@ -88,47 +85,6 @@ def test_m8_another_machine_s_is_left_alone(tmp_path: Path) -> None:
     assert not ours.exists()
 
 
-def test_m7_one_that_somebody_has_removed_is_made_anew(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """By the same path, with whatever was above it, and with the lock."""
-    directory = made(tmp_path / "job")
-    path = Path(directory.path)
-    directory.renew()
-    assert caplog.text == ""
-    shutil.rmtree(path.parent)
-    directory.renew()
-    assert path.stat().st_mode & 0o777 == 0o700
-    assert f"somebody has removed {path}" in caplog.text
-    directories._remove_former(path.parent, PREFIX)
-    assert path.exists()
-    directory.remove()
-    assert not path.exists()
-
-
-def test_m9_one_that_a_worker_has_made_anew_is_the_agent_s(tmp_path: Path) -> None:
-    directory = made(tmp_path)
-    path = Path(directory.path)
-    path.rmdir()
-    path.mkdir()
-    directory.renew()
-    directories._remove_former(tmp_path, PREFIX)
-    assert path.exists()
-    directory.remove()
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
-def test_m7_one_that_another_user_has_made_in_its_place_is_not_taken(tmp_path: Path) -> None:
-    directory = made(tmp_path)
-    path = Path(directory.path)
-    path.rmdir()
-    path.mkdir()
-    os.chown(path, 12345, 12345)
-    with pytest.raises(PermissionError, match="another user's"):
-        directory.renew()
-    directory.remove()
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
 def test_another_user_s_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / f"{PREFIX}theirs"
@@ -150,15 +106,15 @@ def test_one_that_another_agent_took_for_a_dead_one_s_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was there for a moment without its lock."""
-    real, taken = directories._locked, list[str]()
+    real, taken = directories.locked, list[str]()
 
-    def locked(path: str) -> int:
+    def locked(path: str, kind: int) -> int:
         if not taken:
             taken.append(path)
             Path(path).rmdir()
-        return real(path)
+        return real(path, kind)
 
-    monkeypatch.setattr(directories, "_locked", locked)
+    monkeypatch.setattr(directories, "locked", locked)
     directory = made(tmp_path)
     assert [str(each) for each in tmp_path.iterdir()] == [directory.path] != taken
     directory.remove()
@@ -177,22 +133,3 @@ def test_a_file_system_without_locks_has_none(
     assert memory_directory(str(tmp_path)) is None
     assert [*tmp_path.iterdir()] == []
     assert "no directory for ee.memory_checkpoint" in caplog.text
-
-
-@pytest.mark.parametrize("length", [40, 50, 51, 200])
-async def test_the_agents_own_has_a_path_that_is_short_enough_for_its_socket(
-    monkeypatch: pytest.MonkeyPatch, length: int
-) -> None:
-    """It is in /tmp where TMPDIR is too long; the socket is in it, so that both are removed."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as short:
-        temporary = Path(short, "x" * (length - len(short) - 1))
-        temporary.mkdir()
-        monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-        directory = own_directory()
-        folder = Path(directory.path)
-        assert folder.parent == (temporary if length <= 50 else Path("/tmp"))
-        channels = ChannelServer(lambda *_: None)
-        assert Path(channels.open(directory.path)).is_relative_to(folder)
-        channels.close()
-        directory.remove()
-        assert not folder.exists()

@@ -446,7 +446,7 @@ def on_two_nodes(rank: int, paths: list[str]) -> Any:
 
 def test_one_rank_of_a_node_gets_it_and_the_others_take_it(tmp_path: Path) -> None:
     with Job() as one, Job() as other, Job() as third:
-        found = ranks(4, tmp_path, on_two_nodes, [each.path for each in (one, other, third)])
+        found = ranks(4, tmp_path, on_two_nodes, [each.name for each in (one, other, third)])
     first, second, last = zip(*found, strict=True)
     assert [stage[:2] for stage in first] == [(0, 0)] * 4
     assert [stage[:2] for stage in second] == [(0, 3)] * 4

@@ -29,7 +29,7 @@ WORKER = """
     how = sys.argv[2:]
     generation = int(os.environ["ELASTIC_ETCD_GENERATION"])
     agent = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    agent.connect(os.environ["ELASTIC_ETCD_SOCKET"])
+    agent.connect(os.environ["ELASTIC_ETCD_SOCKET"].replace("@", "\\0"))
 
     def say(kind, **fields):
         agent.send(json.dumps({"type": kind, **fields}).encode())
@@ -369,7 +369,7 @@ async def test_what_a_worker_of_an_older_generation_says_is_of_no_interest(
     watched.launch(["sleep", "1000"], generation=2)
     await watched.started()
     script = Script(tmp_path, "one", "alone")
-    env = {"ELASTIC_ETCD_SOCKET": watched.workers._channels.path, "ELASTIC_ETCD_GENERATION": "1"}
+    env = {"ELASTIC_ETCD_SOCKET": watched.workers._channels.name, "ELASTIC_ETCD_GENERATION": "1"}
     with stranger(script, env | {"LOCAL_RANK": "0"}):
         await watched.turns(lambda: caplog.text.count("is no worker of this node") == 2)
         assert not watched.workers._parked

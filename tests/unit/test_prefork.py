@@ -88,6 +88,14 @@ async def fork(
         os.close(write)
 
 
+def slow_module(folder: Path) -> Path:
+    """Make a module `slow`, whose import ends when somebody writes to this pipe."""
+    disk = folder / "disk"
+    os.mkfifo(disk)
+    (folder / "slow.py").write_text(f"open({str(disk)!r}).close()")
+    return disk
+
+
 async def run(server: Prefork, folder: Path, script: str, given: Sequence[int] = ()) -> str:
     process, read = await fork(server, folder, script, given)
     assert await exit_of(process) == 0
@@ -158,19 +166,6 @@ async def test_f11_a_worker_is_bound_to_its_cpus(
         assert await run(server, tmp_path, script) == f"{last}\n"
 
 
-async def test_a_fork_server_that_dies_is_replaced(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, news: News
-) -> None:
-    async with forking(tmp_path, size=0) as server:
-        await server.imported()
-        first = server.pid
-        assert first is not None
-        os.kill(first, signal.SIGKILL)
-        await news.until(lambda: server.ready and server.pid != first)
-        assert "it is replaced" in caplog.text
-        assert await run(server, tmp_path, "print(1)") == "1\n"
-
-
 async def test_r19_a_fork_server_that_dies_again_and_again_is_replaced_more_and_more_slowly(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, news: News
 ) -> None:
@@ -184,6 +179,7 @@ async def test_r19_a_fork_server_that_dies_again_and_again_is_replaced_more_and_
             os.kill(server.pid, signal.SIGKILL)
             await news.until(lambda: server.ready and server.pid not in dead)
             assert caplog.messages[-1].endswith(f"it is replaced {when}")
+        assert await run(server, tmp_path, "print(1)") == "1\n"
 
 
 async def test_one_that_dies_before_its_order_is_replaced(
@@ -215,22 +211,24 @@ async def test_it_outlives_what_a_scheduler_sends_to_all(tmp_path: Path) -> None
         assert server.pid == pid
 
 
-async def test_a_module_that_cannot_be_imported_is_the_users_error(tmp_path: Path) -> None:
-    (tmp_path / "broken.py").write_text("import no_such_thing")
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("import no_such_thing", "ModuleNotFoundError: No module named 'no_such_thing'"),
+        ("import sys; sys.exit('usage: ...')", "SystemExit: usage: ..."),
+    ],
+)
+async def test_a_module_that_cannot_be_imported_is_the_users_error(
+    tmp_path: Path, text: str, error: str
+) -> None:
+    (tmp_path / "broken.py").write_text(text)
     async with forking(tmp_path, "broken") as server:
         with pytest.raises(UsageError) as raised:
             await server.imported()
         assert not server.ready
     message = str(raised.value)
     assert message.startswith("--preload broken: ")
-    assert message.endswith("ModuleNotFoundError: No module named 'no_such_thing'")
-
-
-async def test_a_module_that_exits_is_the_users_error(tmp_path: Path) -> None:
-    (tmp_path / "exits.py").write_text("import sys; sys.exit('usage: ...')")
-    async with forking(tmp_path, "exits") as server:
-        with pytest.raises(UsageError, match=r"SystemExit: usage: \.\.\."):
-            await server.imported()
+    assert message.endswith(error)
 
 
 async def test_m15_a_fork_server_that_does_nothing_is_replaced(
@@ -259,13 +257,12 @@ async def test_an_import_that_takes_some_time_is_told_while_this_node_waits(
 
     def tell_and_let_go_on(server: Prefork, seconds: float) -> None:
         real(server, seconds)
-        (tmp_path / "disk").open("w").close()
+        disk.open("w").close()
 
     caplog.set_level("INFO", "elastic_etcd")
     monkeypatch.setattr("elastic_etcd.agent.prefork._TELLS", 0.1)
     monkeypatch.setattr(Prefork, "_tell_slow", tell_and_let_go_on)
-    os.mkfifo(tmp_path / "disk")
-    (tmp_path / "slow.py").write_text(f"open({str(tmp_path / 'disk')!r}).close()")
+    disk = slow_module(tmp_path)
     async with forking(tmp_path, "slow") as server:
         await server.imported()
         assert server.ready
@@ -277,13 +274,12 @@ async def test_m15_what_is_imported_for_long_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, news: News
 ) -> None:
     monkeypatch.setattr("elastic_etcd.agent.prefork.IMPORTED", 0.1)
-    os.mkfifo(tmp_path / "disk")
-    (tmp_path / "slow.py").write_text(f"open({str(tmp_path / 'disk')!r}).close()")
+    disk = slow_module(tmp_path)
     async with forking(tmp_path, "slow") as server:
         await server.imported()
         assert not server.ready
         assert f"the fork server (pid {server.pid}) has not imported all in " in caplog.text
-        (tmp_path / "disk").open("w").close()
+        disk.open("w").close()
         await news.until(lambda: server.ready)
 
 

@@ -395,11 +395,6 @@ def test_chance_is_fresh_in_each_worker(ways: BothWays) -> None:
     assert all(a != b for a, b in zip(first, second, strict=True))
 
 
-def test_several_in_turn_are_different_processes(quick: BothWays) -> None:
-    script = quick.script("import os; print(os.getpid())")
-    assert len({quick.fork(script).out for _ in range(5)}) == 5
-
-
 @pytest.mark.parametrize("start", ["fork", "scripted"])
 def test_f1_shared_memory_goes_although_the_whole_group_is_killed(
     quick: BothWays, start: str

@@ -46,6 +46,7 @@ from tests.support.disks import (
     interpreter_not_found_yet,
     standing_still,
 )
+from tests.support.job import ROOT
 
 DEADLINE = 60.0
 # A child leaves the group, but for a zombie of its own, which it never reaps.
@@ -202,6 +203,23 @@ def test_f11_a_worker_is_bound_to_its_cpus_before_its_program_begins(
     monkeypatch.setenv("ELASTIC_ETCD_CPUS", str(last))
     with child(*python("import os; print(*os.sched_getaffinity(0), flush=True)")) as (_, read):
         assert number(read) == last
+
+
+def test_this_process_has_all_descriptors_and_its_children_the_limit_of_before() -> None:
+    said = "import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+    code = f"""if True:
+        import os, resource, sys
+        from elastic_etcd.system.child_process import spawn
+        from elastic_etcd.system.kernel import raise_descriptor_limit
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (300, hard))
+        raise_descriptor_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+        spawn([sys.executable, "-c", {said!r}], os.environ, stdout=1, stderr=2).wait()
+    """
+    asked = [sys.executable, "-c", code]
+    done = subprocess.run(asked, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True)  # noqa: PLW1510
+    assert (done.stdout, done.stderr) == (b"300\n", b"")
 
 
 def test_a_pair_keeps_messages_whole_and_our_end_never_blocks() -> None:

@@ -45,7 +45,6 @@ from elastic_etcd.train.run import _Ended, is_communication_failure
 from elastic_etcd.train.state.elastic_state import ElasticState
 from elastic_etcd.train.state.snapshot_store import Snapshots
 from elastic_etcd.train.sync_point import WorldChanged
-from tests.support.channels import opened
 
 Heard = TypeVar("Heard", Elastic, Parked, TrainingDone, Disconnected)
 
@@ -91,7 +90,7 @@ class Agent:
 
     def __init__(self) -> None:
         self.channels = ChannelServer(self._hear)
-        self.path = opened(self.channels)
+        self.name = self.channels.open()
         self.heard: asyncio.Queue[FromWorker | Disconnected] = asyncio.Queue()
         self.server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.trains = asyncio.Event()
@@ -139,7 +138,7 @@ async def agent(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Agent]:
     agent = Agent()
     variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     variables |= {"MASTER_PORT": str(agent.server.port), "ELASTIC_ETCD_GENERATION": "1"}
-    variables |= {"ELASTIC_ETCD_SOCKET": agent.path, "ELASTIC_ETCD_WORKER_PID": ""}
+    variables |= {"ELASTIC_ETCD_SOCKET": agent.name, "ELASTIC_ETCD_WORKER_PID": ""}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(agent_channel, "_channel", None)

@@ -1122,7 +1122,7 @@ def test_whoever_reads_while_a_file_is_replaced_and_its_writer_killed_finds_all_
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     with Job() as job:
-        monkeypatch.setenv("ELASTIC_ETCD_SOCKET", job.path)
+        monkeypatch.setenv("ELASTIC_ETCD_SOCKET", job.name)
         monkeypatch.setenv("ELASTIC_ETCD_WORKER_PID", "")
         monkeypatch.setenv("ELASTIC_ETCD_GENERATION", "3")
         monkeypatch.setenv("LOCAL_RANK", "0")

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import pytest
 from msgspec import UNSET
@@ -15,6 +16,7 @@ from elastic_etcd.__main__ import main
 from elastic_etcd.cli import events, query, status
 from elastic_etcd.core.schema import (
     Failure,
+    FailureKind,
     Hang,
     History,
     Ledger,
@@ -25,13 +27,13 @@ from elastic_etcd.core.schema import (
     Outcome,
     Page,
     Participant,
+    PastFailure,
     Phase,
     RankDoing,
     RankStep,
     Ready,
     Round,
     Spec,
-    Suspect,
     TrainingPlace,
     encode,
 )
@@ -111,12 +113,19 @@ def test_a_forming_job_has_members_that_wait() -> None:
 
 C = Member(0xC, "node4", 1, "10.0.0.4", run="r")
 D, E, F = (Member(lease, f"node{lease:x}", 1, run="r") for lease in (0xD, 0xE, 0xF))
-SUSPECTS = (Suspect("noded", failed=2), Suspect("nodee", went=3, since=5), Suspect("gone", went=2))
+SUSPECTS: dict[str, Any] = {
+    "trained": 9.0,
+    "failures": (
+        *(2 * (PastFailure("noded", FailureKind.ERROR, 9.0, rapid=True),)),
+        *(3 * (PastFailure("nodee", FailureKind.GONE, 4.0),)),
+        *(2 * (PastFailure("gone", FailureKind.GONE, 9.0),)),
+    ),
+}
 
 
 def waiting(limits: Limits, *members: Member, acked: Iterable[Member] = ()) -> dict[str, str]:
     """Two nodes train, these wait: what is said of each."""
-    final = replace(FINAL, suspects=SUSPECTS)
+    final = replace(FINAL, **SUSPECTS)
     keys = {KEYS.spec: encode(Spec("r", limits)), KEYS.round: encode(final)}
     keys |= {KEYS.member(m.lease): encode(m) for m in members}
     keys |= {KEYS.ack(4, m.lease): encode(Ready(m.lease)) for m in acked}
@@ -148,8 +157,14 @@ def test_why_each_spare_waits() -> None:
     assert rare["nodef"] == "waiting to be taken in, once in 600 s at most (--join-interval)"
 
 
+def test_o1_restarts_are_told_while_the_next_world_forms() -> None:
+    """The round has none of its own yet."""
+    forming = Round(5, Phase.JOINABLE, 0xA, "node2 is lost", "r")
+    assert status.describe("j", view(RUNNING | {KEYS.round: encode(forming)}))["restarts"] == 1
+
+
 def test_suspects_are_told_also_while_they_are_away() -> None:
-    ledger = Ledger(5, 4, suspects=SUSPECTS)
+    ledger = Ledger(5, 4, **SUSPECTS)
     values = {KEYS.spec: RUNNING[KEYS.spec], KEYS.ledger: encode(ledger)}
     state = status.describe("j", view(values))
     assert [s["node"] for s in state["suspects"]] == ["noded", "nodee", "gone"]
@@ -158,19 +173,20 @@ def test_suspects_are_told_also_while_they_are_away() -> None:
 
 
 def test_the_same_error_at_the_same_step_is_told_while_the_job_goes_on() -> None:
-    failure = Failure("n1", 0, 0, 1, 1, 9.0, "ValueError: torn", place=TrainingPlace(4, 120))
-    values = RUNNING | {KEYS.ledger: encode(Ledger(2, 2, stalled=(failure, failure)))}
+    place, what = TrainingPlace(4, 120), "ValueError: torn"
+    failure = PastFailure("n1", FailureKind.ERROR, 9.0, code=1, what=what, place=place)
+    values = RUNNING | {KEYS.ledger: encode(Ledger(2, 2, failures=(failure, failure)))}
     told = "the last 2 failures were in step 5 after commit 120, of rank 0 on n1, by ValueError"
     assert told in shown(values)
     assert told not in shown(values | {KEYS.outcome: encode(OUTCOME)}), "its reason says that"
-    once = values | {KEYS.ledger: encode(Ledger(2, 2, stalled=(failure,)))}
+    once = values | {KEYS.ledger: encode(Ledger(2, 2, failures=(failure,)))}
     assert "the last" not in shown(once)
 
 
 def test_a_job_that_asks_for_a_newer_format() -> None:
-    newer = RUNNING | {KEYS.spec: encode(Spec("r", Limits(1, 2), min_version=2))}
-    assert status.describe("j", view(newer))["newer"] == 2
-    assert "(format 2); this one knows format 1" in shown(newer)
+    newer = RUNNING | {KEYS.spec: encode(Spec("r", Limits(1, 2), min_version=3))}
+    assert status.describe("j", view(newer))["newer"] == 3
+    assert "(format 3); this one knows format 2" in shown(newer)
 
 
 def test_a_finished_job() -> None:

@@ -79,6 +79,15 @@ def shell(etcd: EtcdServer, prefix: str, capsys: pytest.CaptureFixture[str]) -> 
     etcd.ctl("del", "--prefix", prefix)
 
 
+def test_agents_of_an_older_format_are_not_asked(shell: Shell) -> None:
+    """They could not read it, and would do nothing."""
+    spec = json.loads(encode(Spec("r", Limits(2, 3)))) | {"v": 1, "min_version": 1}
+    shell.put(shell.keys.spec, json.dumps(spec))
+    code, told = shell("drain", "j", "b")
+    assert (code, shell.wanted) == (1, None), told
+    assert "is run by an older elastic_etcd (format 1)" in told
+
+
 def test_drains_come_and_go(shell: Shell) -> None:
     assert shell.ok("drain", "j", "b") == "node b of job j is to leave within 20 s\n"
     told = json.loads(shell.ok("drain", "j", "c", "--deadline", "120", "--json", "--force"))

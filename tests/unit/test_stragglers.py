@@ -198,7 +198,7 @@ def test_the_line_is_in_the_history_and_fenced() -> None:
 
 def test_everybody_reads_the_line_and_the_coordinator_the_times() -> None:
     found, slow = time(0xB, 0.9), Stragglers(3, 2, "n2 is slow ...", ("n2",))
-    txn = writes.put_step_time(KEYS, replace(LOCAL, lease=0xB), found)
+    txn = writes.put_own(KEYS, replace(LOCAL, lease=0xB), KEYS.step_time(0xB), found)
     (put,) = (put for put in txn.then if isinstance(put, Put))
     assert (put.key, put.lease) == (KEYS.step_time(0xB), 0xB)
     kvs = {put.key: put.value, KEYS.stragglers: encode(slow)}

@@ -29,6 +29,7 @@ from elastic_etcd.core.schema import (
     Contact,
     Divergence,
     Failure,
+    FailureKind,
     Hang,
     History,
     Keys,
@@ -42,6 +43,7 @@ from elastic_etcd.core.schema import (
     Outcome,
     Page,
     Participant,
+    PastFailure,
     Phase,
     RankDoing,
     RankStep,
@@ -52,7 +54,6 @@ from elastic_etcd.core.schema import (
     Spec,
     StepTime,
     Stragglers,
-    Suspect,
     TrainingPlace,
     Unfit,
     decode,
@@ -99,7 +100,22 @@ participants = st.lists(
 pages = st.builds(Page, numbers, participants)
 reasons = words.filter(bool)
 spans = st.floats(0, 1e11)
-suspects = st.lists(st.builds(Suspect, words, numbers, numbers, spans), max_size=3).map(tuple)
+places = st.builds(TrainingPlace, numbers, numbers | st.just(UNSET), indices=st.just((88, 12)))
+past_failures = st.builds(
+    PastFailure,
+    words,
+    st.sampled_from(FailureKind),
+    spans,
+    numbers,
+    st.integers(-64, 255),
+    words,
+    words,
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+    places | st.just(UNSET),
+)
+pasts = st.lists(past_failures, max_size=3).map(tuple)
 
 
 @st.composite
@@ -140,25 +156,16 @@ def built(draw: st.DrawFn) -> Round:
         world_size=nodes + draw(st.integers(0, 1 << 40)),
         master=draw(masters.filter(lambda m: m or phase is not Phase.FINAL)),
         restarts=draw(numbers),
-        rapid_failures=draw(numbers),
         trained=draw(spans),
-        suspects=draw(suspects),
+        failures=draw(pasts),
         cause=draw(st.sampled_from(Cause)),
         joins=draw(st.booleans()),
     )
 
 
 rounds = built()
-places = st.builds(TrainingPlace, numbers, numbers | st.just(UNSET), indices=st.just((88, 12)))
-stalled = st.lists(
-    st.builds(
-        Failure, words, numbers, numbers, numbers, numbers, spans, place=places | st.just(UNSET)
-    ),
-    max_size=3,
-).map(tuple)
 ledgers = st.builds(
-    *(Ledger, numbers, numbers, st.integers(1, 64), numbers, numbers, spans, suspects),
-    stalled=stalled | st.just(UNSET),
+    *(Ledger, numbers, numbers, st.integers(1, 64)), restarts=numbers, trained=spans, failures=pasts
 )
 acks = st.builds(Ready, leases, masters)
 failures = st.builds(
@@ -439,7 +446,7 @@ def test_unknown_fields_stay_in_what_several_agents_change(value: Lasting) -> No
 
 def test_unknown_fields_are_the_same_in_whatever_order_they_come() -> None:
     """What is written again has its keys sorted."""
-    told = '{"generation": 3, "future": {"b": 1, "a": {"d": 1, "c": 2}}, "v": 1}'
+    told = '{"generation": 3, "future": {"b": 1, "a": {"d": 1, "c": 2}}, "v": 2}'
     read = decode(History, told)
     assert decode(History, encode(read)) == read
 
@@ -460,7 +467,7 @@ def _without_unknown(view: View) -> View:
 
 
 @pytest.mark.parametrize("key", [k for k in JOB if "/history/" not in k])
-@pytest.mark.parametrize("value", ["", "garbage", "[]", "{}", '{"v": 1}', '{"v": 2}'])
+@pytest.mark.parametrize("value", ["", "garbage", "[]", "{}", '{"v": 1}', '{"v": 3}'])
 def test_a_malformed_value_is_named_and_absent(key: str, value: str) -> None:
     view = view_of(snapshot(JOB | {key: value}), KEYS, Everything())
     assert any(line.startswith(f"{key}: ") for line in view.malformed)
@@ -484,16 +491,16 @@ def test_r13_a_newer_format_is_seen_in_what_a_run_has_once(key: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "newer"),
     [
-        ({"min_version": 2}, 2),
-        ({"min_version": 1}, 0),
-        ({"v": 3, "min_version": 2}, 3),
-        ({"v": 2, "min_version": "two"}, 2),
+        ({"min_version": 3}, 3),
+        ({"min_version": 2}, 0),
+        ({"v": 4, "min_version": 3}, 4),
+        ({"v": 3, "min_version": "two"}, 3),
         ({"min_version": "two"}, 0),
         ({"min_version": True}, 0),
-        ({"min_version": 2.5}, 0),
+        ({"min_version": 3.5}, 0),
         ({"min_version": -2}, 0),
         ({"min_version": 10**30}, 0),
-        ({"limits": "as the future has them", "min_version": 2}, 2),
+        ({"limits": "as the future has them", "min_version": 3}, 3),
     ],
     ids=str,
 )
@@ -576,7 +583,7 @@ def views(draw: st.DrawFn) -> View:
         revision=9,
         coverage=draw(coverages),
         round=draw(st.none() | now),
-        ledger=draw(st.builds(Ledger, few, few, nodes, few, few, stalled=stalled)),
+        ledger=draw(st.builds(Ledger, few, few, nodes, restarts=few, failures=pasts)),
         page=draw(st.none() | st.builds(Page, few, world)),
         world=draw(world),
         coordinator=draw(st.none() | member),

@@ -64,7 +64,7 @@ class Watched:
         config = AgentConfig(None, "j", ("train",), "n", 1, one, prefork=False, lease_ttl=0, **more)
         membership, guardian = cast("Membership", Asked()), cast("Guardian", self.guarded)
         self.directory = own_directory()
-        self.workers = Workers(config, logs, tasks, membership, guardian, self.directory)
+        self.workers = Workers(config, logs, tasks, membership, guardian, self.directory.path)
         tasks.create(self._hear())
 
     @classmethod
@@ -102,7 +102,7 @@ class Watched:
             rank = first + local_rank
             file = self.logs.error_file(generation, rank)
             env = {**os.environ, "TORCHELASTIC_ERROR_FILE": file}
-            env["ELASTIC_ETCD_SOCKET"] = self.workers._channels.path
+            env["ELASTIC_ETCD_SOCKET"] = self.workers._channels.name
             env["ELASTIC_ETCD_ACTIVITY"] = self.workers._pages.begin(local_rank)
             env["ELASTIC_ETCD_GENERATION"] = str(generation)
             env["LOCAL_RANK"] = str(local_rank)

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from elastic_etcd.agent.followers.periodic import PeriodicFollower
 from elastic_etcd.agent.inbox import Tasks
 from elastic_etcd.agent.workers import Workers
-from elastic_etcd.core import writes
+from elastic_etcd.core import requests, writes
 from elastic_etcd.core.lifecycle import Event, State, WorkersDiverged
 from elastic_etcd.core.schema import MOST_DIVERGENCES, Divergence, Drain, Keys
 
@@ -75,10 +75,11 @@ class DivergenceWatch(PeriodicFollower):
     async def _drain(self) -> None:
         """Ask for it as people do, unless it is asked for or too few nodes would be left."""
         generation, self._drains = self._drains, 0
-        limits, view = self.state.limits, self.state.view
-        if view is None or view.round is None or self.state.local.running != generation:
+        own, view, local = self.state.limits, self.state.view, self.state.local
+        if own is None or view is None or view.round is None or local.running != generation:
             return
-        if limits and not limits.largest(view.round.nodes - 1):
+        limits = requests.scaled(view, local.run, own)
+        if not limits.largest(view.round.nodes - 1):
             why = f"fewer nodes than --nnodes {limits.nnodes} would be left"
             log.warning("%s is not drained: %s", self._node, why)
             return
@@ -86,7 +87,11 @@ class DivergenceWatch(PeriodicFollower):
             return
         at = datetime.now(UTC).isoformat(timespec="milliseconds")
         drain = Drain(self._node, by="--on-divergence drain", at=at)
-        if not await self.publish(writes.put_drain(self._keys, view, self.state.local, drain)):
+        asked = writes.put_drain(self._keys, view, local, drain)
+        if asked is None:
+            log.warning("%s is not drained: no more nodes can be, undrain some", self._node)
+            return
+        if not await self.publish(asked):
             self._drains = generation  # others have asked for something: once more, after that
             if self.state.view is not view:
                 self.news.set()

@@ -13,7 +13,7 @@ from functools import partial
 from elastic_etcd.agent.config import AgentConfig
 from elastic_etcd.agent.fitness import BESIDE_AGENT, run, tell_unfit
 from elastic_etcd.agent.inbox import Notice, Tasks
-from elastic_etcd.core import suspects
+from elastic_etcd.core.failure_policies import left_out
 from elastic_etcd.core.lifecycle import Event, State
 from elastic_etcd.errors import UnfitNode
 from elastic_etcd.etcd.client import Client
@@ -56,8 +56,7 @@ class HealthCheck:
         view, limits = state.view, state.limits
         if view is None or limits is None:
             return
-        known = view.ledger.suspects
-        if not suspects.left(known, self._config.node, limits.suspect_after):
+        if self._config.node not in left_out(view.ledger, limits):
             self._left_out = False
         elif not (self._left_out or state.local.running):
             self._left_out = True

@@ -159,7 +159,8 @@ class Metrics(Collector):
 
     def _of_world(self) -> Iterator[Metric]:
         state = self._state
-        now = state.view.round if state.view else None
+        view = state.view
+        now = view.round if view else None
         takes_part = now is not None and state.local.running == now.generation
         ranks = now.world_size if now and takes_part else 0
         newest = {"": now.generation if now else 0}
@@ -170,7 +171,7 @@ class Metrics(Collector):
         text = "Nodes by state; the coordinator tells all of them."
         yield self._gauge("nodes", text, counts, "state")
         most = state.limits.max_restarts if state.limits else 0
-        left = {"": most - now.restarts} if now and 0 < most < UNCOUNTED else {}
+        left = {"": most - view.restarts} if view and now and 0 < most < UNCOUNTED else {}
         text = (
             "Failures that the job still survives; absent where it may be started again for ever."
         )

@@ -11,15 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from elastic_etcd.core.lifecycle import (
-    Action,
-    Event,
-    Finding,
-    Published,
-    State,
-    ViewChanged,
-    to_json,
-)
+from elastic_etcd.core import lifecycle
 
 STEPS = 10_000
 _FINDINGS = 1_000  # of followers, which change no state: a viewer has one told every second
@@ -29,15 +21,15 @@ _MEMBERS = 1_000_000  # in the views of all steps together: some 20 MB
 class Head(msgspec.Struct):
     """The first line of a file: what the first step began with."""
 
-    state: State | None  # None: nothing was recorded
+    state: lifecycle.State | None  # None: nothing was recorded
 
 
 class Step(msgspec.Struct):
     """Each other line: a step's event, and its actions (None: it raised)."""
 
     at: float  # on the agent's monotonic clock, in seconds
-    event: Event
-    actions: list[Action] | None = None
+    event: lifecycle.Event
+    actions: list[lifecycle.Action] | None = None
 
 
 class FlightRecorder:
@@ -48,14 +40,14 @@ class FlightRecorder:
     """
 
     def __init__(self) -> None:
-        self._steps: deque[tuple[State, Step]] = deque()
+        self._steps: deque[tuple[lifecycle.State, Step]] = deque()
         self._findings: deque[Step] = deque(maxlen=_FINDINGS)
         self._members = 0
 
-    def record(self, before: State, at: float, event: Event) -> Step:
+    def record(self, before: lifecycle.State, at: float, event: lifecycle.Event) -> Step:
         """Remember a step that is about to be made; its actions are the caller's to add."""
         step = Step(at, event)
-        if isinstance(event, Finding | Published):
+        if isinstance(event, lifecycle.Finding | lifecycle.Published):
             self._findings.append(step)
             return step
         self._steps.append((before, step))
@@ -77,10 +69,10 @@ class FlightRecorder:
         steps.sort(key=lambda step: step.at)
         descriptor, name = tempfile.mkstemp(".jsonl", "elastic_etcd-flight-", folder)
         with open(descriptor, "wb") as file:  # noqa: PTH123 - a descriptor
-            file.write(to_json(head) + b"\n")
-            file.writelines(to_json(step) + b"\n" for step in steps)
+            file.write(lifecycle.to_json(head) + b"\n")
+            file.writelines(lifecycle.to_json(step) + b"\n" for step in steps)
         return Path(name)
 
 
-def _size(event: Event) -> int:
-    return len(event.view.members) if isinstance(event, ViewChanged) else 0
+def _size(event: lifecycle.Event) -> int:
+    return len(event.view.members) if isinstance(event, lifecycle.ViewChanged) else 0

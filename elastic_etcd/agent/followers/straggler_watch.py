@@ -91,5 +91,6 @@ class StragglerWatch(PeriodicFollower):
                 return
         if measured < before + MEASURED:
             return
-        if await self.publish(writes.put_step_time(self._keys, local, time)):
+        key = self._keys.step_time(local.lease)
+        if await self.publish(writes.put_own(self._keys, local, key, time)):
             self._published, self._measured = time, measured

@@ -44,14 +44,19 @@ class Throughput(PeriodicFollower):
             self._measure()
         elif self._published and self.state.local.lease:
             self._published = False
-            await self.publish(writes.put_pace(self._keys, self.state.local, None))
+            await self._put(None)
         self.rest()
 
     async def look(self) -> None:
         """Publish how fast the slowest worker was since the look before."""
         if found := self._measure():
             self._published = True
-            await self.publish(writes.put_pace(self._keys, self.state.local, found))
+            await self._put(found)
+
+    async def _put(self, pace: Pace | None) -> None:
+        local = self.state.local
+        key = self._keys.pace(local.lease)
+        await self.publish(writes.put_own(self._keys, local, key, pace))
 
     def _measure(self) -> Pace | None:
         """None where no worker runs, or its world has just begun."""

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from elastic_etcd.agent.followers.recovery import Recovery
 from elastic_etcd.agent.timer import Timer
 from elastic_etcd.agent.workers import Workers
+from elastic_etcd.core.failure_policies import seconds_since_restart
 from elastic_etcd.core.lifecycle import Event, Finished, State
 from elastic_etcd.core.rules import Local
 from elastic_etcd.core.schema import Phase, Round, Spent
@@ -120,7 +121,7 @@ class TimeAccounting:
         last = part.first_rank + part.nproc - 1
         ranks = f"ranks {part.first_rank}-{last}" if part.nproc > 1 else f"rank {last}"
         told = f"group rank {part.group_rank} of {begun.nodes}, {ranks} of {begun.world_size}"
-        if begun.restarts and not begun.trained:  # that is of the worlds since the last restart
+        if begun.restarts and not seconds_since_restart(begun):
             told += f", restart {begun.restarts} of {limits.max_restarts}"
         if self._last is not None:
             told += f", {now - self._last:.1f} s after the last step"

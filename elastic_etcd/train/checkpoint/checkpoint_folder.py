@@ -146,10 +146,20 @@ def memory_of(env: Mapping[str, str]) -> Path | None:
     with suppress(FileExistsError):
         memory.mkdir(0o700, parents=True)
         log.warning("%s, and what was saved in it, has been removed; it is made anew", memory)
-        # It is no dead agent's, though this node's agent looks only when it starts workers.
-        with suppress(OSError):
-            fcntl.flock(os.open(memory, os.O_RDONLY), fcntl.LOCK_SH | fcntl.LOCK_NB)
+    with suppress(OSError):
+        _hold(memory)
     return memory
+
+
+def _hold(memory: Path) -> None:
+    """Share the lock by which other agents know that this is no dead agent's."""
+    there = memory.stat()
+    if (there.st_dev, there.st_ino) not in _held:
+        fcntl.flock(os.open(memory, os.O_RDONLY), fcntl.LOCK_SH | fcntl.LOCK_NB)
+        _held.add((there.st_dev, there.st_ino))
+
+
+_held = set[tuple[int, int]]()  # until this process ends
 
 
 def found_in(root: Path) -> dict[Checkpoint, Path]:

@@ -29,8 +29,7 @@ from msgspec import Meta, Struct, json
 from elastic_etcd.core.words import shown
 from elastic_etcd.errors import MalformedState, WrongHere
 from elastic_etcd.protocol.messages import Number
-from elastic_etcd.system.name_lookups import short_lookups
-from elastic_etcd.system.sockets import listen
+from elastic_etcd.system.sockets import listen, short_lookups
 from elastic_etcd.train.checkpoint.checkpoint_folder import (
     CHUNK,
     LONGEST_MANIFEST,
