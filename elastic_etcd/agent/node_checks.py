@@ -52,7 +52,7 @@ class CheckResult:
 
 
 @dataclass(frozen=True)
-class Given:
+class NodeFlags:
     """What the command line says of this node, and of etcd."""
 
     nproc: int
@@ -124,7 +124,7 @@ def address(advertise: str | None, endpoint: str) -> list[CheckResult]:
     return [*found, CheckResult("link", text + ("a link" if up else "no link"), cure)]
 
 
-async def check(config: EtcdConfig | None, given: Given) -> list[CheckResult]:
+async def check(config: EtcdConfig | None, given: NodeFlags) -> list[CheckResult]:
     """Make all checks. A node whose etcd can't be reached is checked, too.
 
     Beside an agent etcd is not asked, nor is its name looked up: an outage is to end no training.
@@ -152,7 +152,7 @@ async def check(config: EtcdConfig | None, given: Given) -> list[CheckResult]:
         return [*found, *[each async for each in _etcd(client, given)]]
 
 
-def _questions(given: Given, config: EtcdConfig | None) -> dict[str, dict[str, Any]]:
+def _questions(given: NodeFlags, config: EtcdConfig | None) -> dict[str, dict[str, Any]]:
     """The checks that the program is to make, by name, with their arguments."""
     folders = {"TMPDIR": tempfile.gettempdir()}
     if given.log_dir not in (None, os.devnull):
@@ -170,7 +170,7 @@ def _questions(given: Given, config: EtcdConfig | None) -> dict[str, dict[str, A
     return asked
 
 
-async def _etcd(client: Client, given: Given) -> AsyncIterator[CheckResult]:
+async def _etcd(client: Client, given: NodeFlags) -> AsyncIterator[CheckResult]:
     """Reach etcd, and make a lease, a Txn and a watch there, up to the first that fails."""
     folder = Get(f"{given.prefix}/check-{os.urandom(4).hex()}/", prefix=True)
     name, lease, cure = "etcd", 0, "see whether it runs, and --etcd, --cacert, --user"

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from elastic_etcd.agent.devices import count_devices
-from elastic_etcd.agent.node_checks import Given, check
+from elastic_etcd.agent.node_checks import NodeFlags, check
 from elastic_etcd.cli import parsers
 from elastic_etcd.cli.flag_values import seconds
 from elastic_etcd.cli.flags import CONNECTION, FLAGS, Flag
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         args = parser().parse_args(argv)
         config = parsers.etcd_of(args, os.environ)
-        given = Given(
+        given = NodeFlags(
             nproc=count_devices(args.nproc_per_node),
             log_dir=args.log_dir,
             memory_dir=args.memory_dir,

@@ -60,6 +60,7 @@ def test_what_is_wrong_comes_last_with_what_to_do(
 def test_a_user_is_checked_under_the_prefix(
     own_etcd: EtcdServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    own_etcd.start()
     own_etcd.guard("/mine/")
     monkeypatch.setenv("ELASTIC_ETCD_PASSWORD", "mine")
     flags = [f"--etcd={own_etcd.endpoint}", "--user=me"]
