@@ -69,7 +69,7 @@ def test_a_user_is_checked_under_the_prefix(
     assert main(["check", *flags]) == 10
     (wrong,) = [line for line in capsys.readouterr().out.splitlines() if ": wrong: " in line]
     assert wrong.startswith("etcd: wrong: ")
-    assert "permission denied" in wrong
+    assert "denies user 'me' access to /elastic_etcd/check-" in wrong
 
 
 def test_an_outage_of_etcd_is_no_fault_of_a_node_beside_its_agent(
