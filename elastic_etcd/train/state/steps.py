@@ -252,10 +252,8 @@ class Steps:
         match self._place:
             case PlaceInStep.WITHIN:
                 return
-            case PlaceInStep.CUT if is_uneven(
-                self._source
-            ):  # one rank may have a batch of it, another none
-                return
+            case PlaceInStep.CUT if is_uneven(self._source):
+                return  # one rank may have a batch of it, another none
         if not (self._check and shared):
             return
         self._loops.raise_if_another(loop)
