@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _USAGE = """\
 usage: elastic-etcd launch [options] script [argument ...]   run this node's agent
+       elastic-etcd check [options]                          whether this node is fit for a job
        elastic-etcd status [options] JOB                     what a job does and went through
        elastic-etcd top [options] JOB                        the same on a screen that follows it
        elastic-etcd events [options] JOB                     the same, an event a line; --follow
@@ -38,6 +39,7 @@ Each has --help, and those with a JOB take --all instead, but for scale and wait
 
 # Each command whose module has a `main` of its own.
 _MODULES = {
+    "check": "cli.check",
     "status": "cli.status",
     "top": "cli.live.top",
     "events": "cli.events",

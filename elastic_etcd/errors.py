@@ -13,7 +13,7 @@
     ├── MalformedState        a snapshot, or a file of one, is not what was written (a ValueError)
     ├── PiecesLost            a part of the sharded state was on nodes that are all gone
     ├── NewerFormat           a newer elastic_etcd has written to the job
-    ├── UnfitNode             --preflight or --health-check says that this node is not fit to train
+    ├── UnfitNode             the command of --health-check says that this node is not fit to train
     ├── RendezvousTimeout     fewer than min nodes for longer than --join-timeout
     ├── NotInTime             what was asked of a job, and waited for, has not happened yet
     └── TrainingFailed        a worker failed and no restart was allowed
@@ -111,7 +111,7 @@ class NewerFormat(ElasticEtcdError):
 
 
 class UnfitNode(ElasticEtcdError):
-    """--preflight, or the command of --health-check, says that this node is not fit to train."""
+    """The command of --health-check says that this node is not fit to train."""
 
     exit_code = 8
 

@@ -237,12 +237,8 @@ async def _open_resources(
 
 async def _check_before_joining(client: Client, config: AgentConfig) -> None:
     """Raise UnfitNode where this node is not fit to train, if somebody wants to know that."""
-    if config.preflight != "off":
-        from elastic_etcd.agent import preflight  # noqa: PLC0415 - only if it is asked for
-
-        await preflight.check_before_joining(client, config)
     if config.health_check:
-        from elastic_etcd.agent.followers import health_check  # noqa: PLC0415 - likewise
+        from elastic_etcd.agent.followers import health_check  # noqa: PLC0415 - only if it is asked for
 
         await health_check.check_before_joining(client, config, config.health_check)
 
@@ -252,11 +248,7 @@ def _watch_fitness(client: Client, config: AgentConfig, tasks: Tasks) -> Iterato
     if config.health_check:
         from elastic_etcd.agent.followers import health_check  # noqa: PLC0415 - as above
 
-        tasks.create(health_check.watch(client, config, config.health_check, tasks.inbox))
-    if config.preflight != "off":
-        from elastic_etcd.agent.followers import suspect_check  # noqa: PLC0415 - as above
-
-        yield suspect_check.SuspectCheck(client, config, tasks)
+        yield health_check.HealthCheck(client, config, config.health_check, tasks)
 
 
 async def live(build: Callable[[Tasks], "Agent"]) -> int:

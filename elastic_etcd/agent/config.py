@@ -93,7 +93,6 @@ class AgentConfig:
     timer_file: str | None = None  # for torch's file timers; "": at a path of the agent's
     metrics_addr: tuple[str, int] | None = None  # at which metrics and probes are answered
     preemption_watch: str | None = None  # the file that appears, see followers/notices.py
-    preflight: str = "off"  # or basic, or pairs, see agent/preflight.py
     health_check: str | None = None  # a shell command, see followers/health_check.py
     health_interval: float = HEALTH_INTERVAL
 

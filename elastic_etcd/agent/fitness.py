@@ -1,7 +1,4 @@
-"""Whether a node is fit to train: how a check is run, and how others learn of a node that is not.
-
---health-check runs a command of the site's own, --preflight what is built in.
-"""
+"""Whether a node is fit to train: how a command is asked, and how others learn that it is not."""
 
 import logging
 import os
@@ -11,58 +8,39 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from elastic_etcd.agent.config import AgentConfig
-from elastic_etcd.core.schema import Checked, Keys, encode
+from elastic_etcd.core.schema import Keys, Unfit, encode
 from elastic_etcd.core.txn import Get, Put, Txn
 from elastic_etcd.errors import EtcdError
 from elastic_etcd.etcd.client import Client
 from elastic_etcd.system.child_process import spawn
 from elastic_etcd.system.memfds import new_memfd
 from elastic_etcd.system.processes import signal_group
-from elastic_etcd.times import CONTACT_TIMEOUT, KILLED, PUBLISH_TIMEOUT
+from elastic_etcd.times import KILLED, PUBLISH_TIMEOUT
 
 _REMEMBERED = 600  # seconds for which the key of a node outlives its agent
 _TAIL = 1 << 16  # bytes of a command's output that are read
 
+BESIDE_AGENT = "ELASTIC_ETCD_HEALTH_CHECK"  # a variable of the command of --health-check
+
 log = logging.getLogger(__name__)
-
-
-class CheckedKey:
-    """The key by which a node that is checked is known, for ten minutes from its first write."""
-
-    def __init__(
-        self, client: Client, config: AgentConfig, timeout: float = CONTACT_TIMEOUT
-    ) -> None:
-        self.path = Keys(f"{config.prefix}/{config.job}").checked(
-            config.node, config.limits.max_nodes
-        )
-        self.lease = 0
-        self._client = client
-        self._timeout = timeout
-
-    async def put(self, checked: Checked) -> None:
-        """Write it, over that of the node's last agent. Raises EtcdError."""
-        former = 0
-        if not self.lease:
-            found = await self._client.range(Get(self.path), timeout=self._timeout)
-            former = found.kvs[self.path].lease if self.path in found.kvs else 0
-            self.lease = (await self._client.grant(_REMEMBERED, self._timeout)).id
-        put = Put(self.path, encode(checked), self.lease)
-        await self._client.txn(Txn((), (put,)), self._timeout)
-        if former:
-            await self._client.revoke(former, self._timeout)
 
 
 async def tell_unfit(client: Client, config: AgentConfig, why: str) -> None:
     """Have `elastic-etcd status` show for ten minutes why this node was kept out."""
+    key = Keys(f"{config.prefix}/{config.job}").unfit_node(config.node)
     at = datetime.now(UTC).isoformat(timespec="milliseconds")
-    key = CheckedKey(client, config, PUBLISH_TIMEOUT)
     try:
-        await key.put(Checked(config.node, unfit=why, at=at))
+        found = await client.range(Get(key), timeout=PUBLISH_TIMEOUT)
+        lease = (await client.grant(_REMEMBERED, PUBLISH_TIMEOUT)).id
+        put = Put(key, encode(Unfit(config.node, why, at)), lease)
+        await client.txn(Txn((), (put,)), PUBLISH_TIMEOUT)
+        if key in found.kvs:
+            await client.revoke(found.kvs[key].lease, PUBLISH_TIMEOUT)
     except EtcdError as error:
         log.warning("status won't show why this node is kept out: %s", error)
 
 
-def run(command: Sequence[str], timeout: float) -> tuple[int | None, str]:
+def run(command: Sequence[str], timeout: float, **variables: str) -> tuple[int | None, str]:
     """The exit code, None if it had to be killed after so many seconds, and the end of its output.
 
     It writes into memory: the end of a pipe comes with the last process that it has left running.
@@ -70,7 +48,7 @@ def run(command: Sequence[str], timeout: float) -> tuple[int | None, str]:
     """
     code = None
     with os.fdopen(new_memfd("elastic_etcd-check"), "rb") as said:
-        process = spawn(command, os.environ, stdout=said.fileno(), stderr=said.fileno())
+        process = spawn(command, os.environ | variables, stdout=said.fileno(), stderr=said.fileno())
         try:
             code = process.wait(timeout)
         except subprocess.TimeoutExpired:

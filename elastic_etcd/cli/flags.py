@@ -417,21 +417,11 @@ FAILURES = Section(
             more="See [operate.md](operate.md).",
         ),
         Flag(
-            "--preflight",
-            "check this node before it joins, which else exits 8: disks, clock, memory, processes, "
-            "devices, its link, whether others reach it, and whether it is far slower than they "
-            "are; pairs also measures the network between nodes. It takes up to 3 s, and the "
-            "import of torch where there are GPUs",
-            metavar="CHECKS",
-            choices=("off", "basic", "pairs"),
-            to="preflight",
-            more="See [health.md](health.md#before-a-node-joins).",
-        ),
-        Flag(
             "--health-check",
-            "shell command that exits 0 where this node is fit to train, such as dcgmi diag -r 1. "
-            "It runs before the node joins, which else exits 8, and then every --health-interval: "
-            "a node that is not fit leaves, and nothing is lost. It has 60 s",
+            "shell command that exits 0 where this node is fit to train, such as `elastic-etcd "
+            "check` or dcgmi diag -r 1. It runs before the node joins, which else exits 8, then "
+            "every --health-interval, and when the node is left out (--suspect-after): a node that "
+            "is not fit leaves, and nothing is lost. It has 60 s",
             metavar="COMMAND",
             to="health_check",
             by_default="none",
@@ -620,10 +610,11 @@ FLAGS = tuple(flag for section in SECTIONS for flag in section.flags)
 # What the release before had, and what does the same now; refused with that for one release.
 # docs/migration.md has these tables, too.
 GONE = {
+    "--preflight": "give --health-check 'elastic-etcd check'; docs/health.md",
     "--traces": "make spans of `elastic-etcd events --json`; docs/prometheus.md has the program",
 }
 GONE_COMMANDS = {
-    "accelerate": "use `accelerate launch` with PET_RDZV_BACKEND=etcd-v3, or `python -m "
+    "accelerate": "use `accelerate launch --rdzv_backend etcd-v3`, or `python -m "
     "elastic_etcd.launch` with accelerate's variables; docs/frameworks.md has both",
     "timeline": "use `elastic-etcd events` or `elastic-etcd report`, both with --json",
 }

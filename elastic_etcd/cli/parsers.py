@@ -34,7 +34,7 @@ exit codes:
   130, 143 left an unfinished job on SIGINT, SIGTERM (--leave-exit-code), or at once on a second;
            143 also where it was drained, or the job was stopped (--stop-exit-code)
   7 a newer elastic_etcd has written to this job       9 restarts made no progress
-  8 this node is not fit to train (--preflight, --health-check)
+  8 this node is not fit to train (--health-check)
 """
 EPILOG = f"""\
 examples:

@@ -9,7 +9,8 @@ from msgspec.structs import replace
 
 from elastic_etcd.agent import goodput
 from elastic_etcd.cli import query, status
-from elastic_etcd.core.schema import Phase, Spent, plain, seconds_of
+from elastic_etcd.core import words
+from elastic_etcd.core.schema import Phase, Spent, seconds_of
 from elastic_etcd.errors import ElasticEtcdError
 
 if TYPE_CHECKING:
@@ -22,14 +23,15 @@ if TYPE_CHECKING:
     from elastic_etcd.etcd.client import Client
 
 _EPILOG = f"""\
-Goodput is the share of a run's seconds that were spent on steps whose results were kept. Lost are:
+Goodput is the share of a run's seconds that were spent on steps whose results were kept
+(`trained`); it is unknown where no step was seen. `lost` are:
   detect         from a world's last step until it was known to be over
   hang           the same, where it hung
   stop           until no worker was left of it
   rendezvous     until the next world began; of the first one, since its coordinator was there
   start          until its workers trained, or made their process group
-  first step     until their first step had ended
-  trained again  steps after the last commit of a world that was lost
+  first_step     until their first step had ended
+  again          steps after the last commit of a world that was lost; known where it has commits
 
 {query.CODES.replace("no such job ", "no such job, or no world yet ")}"""
 
@@ -56,18 +58,7 @@ async def _show(client: Client, args: Namespace) -> None:
         if args.json:
             query.print_json(found, args)
         else:
-            _show_one(found)
-
-
-def _show_one(found: dict[str, Any]) -> None:
-    query.say([f"job {found['job']}: {found['state']}, run {found['run']}"])
-    for line in goodput.lines(found):
-        print(f"  {line}")
-    if found["going_on"]:
-        since = f"{found['going_on']:.1f} s in generation {found['generation']}"
-        print(f"  {since}, which goes on, count as trained")
-    if found["hangs"]:
-        print(f"  generation {found['generation']} hangs: its last {found['hangs']:.1f} s are lost")
+            query.say(f"  {each}" if n else each for n, each in enumerate(words.fields(found)))
 
 
 def describe(job: str, view: View, now: float) -> dict[str, Any]:
@@ -81,13 +72,9 @@ def describe(job: str, view: View, now: float) -> dict[str, Any]:
         before = last.spent_before or Spent(worlds=0)
         last = replace(last, spent_before=before.plus(Spent(worlds=0, hang=hung)))
     found = goodput.of_run(last, going_on - hung) | {"hangs": round(hung, 3)}
-    of_each = [
-        {"generation": e.generation, "began": e.began or "", "spent": plain(e.spent)}
-        for e in entries
-        if e.spent
-    ]
-    found["state"] = entries[-1].outcome.state if entries[-1].outcome else status.state_of(view)
-    return {"job": job, **found, "by_world": of_each}
+    outcome = entries[-1].outcome
+    state = outcome.state if outcome else status.state_of(view)
+    return {"job": job, "state": state, **found}
 
 
 def worlds(view: View) -> list[History]:

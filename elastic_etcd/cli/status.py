@@ -111,7 +111,7 @@ def describe(job: str, view: View) -> dict[str, Any]:
         "nodes": list(_nodes(view)),
         "history": history,
         "suspects": list(_suspects(view)),
-        "unfit": [{"node": c.node, "why": c.unfit, "at": c.at} for c in view.unfit],
+        "unfit": [{"node": u.node, "why": u.why, "at": u.at} for u in view.unfit],
         "wanted": plain(view.wanted) if view.wanted else None,
         "outcome": plain(view.outcome) if view.outcome else None,
         "newer": view.newer,

@@ -17,7 +17,6 @@ from functools import cache
 from itertools import pairwise
 from operator import itemgetter
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
-from zlib import crc32
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -33,7 +32,7 @@ PARTS = frozenset(
     (
         *("spec", "members", "ledger", "round", "world", "acks", "reports", "history", "outcome"),
         *("hang", "steps", "wanted", "watched", "paces"),
-        *("step_times", "stragglers", "divergence", "preflight"),
+        *("step_times", "stragglers", "divergence", "unfit"),
     )
 )
 LARGEST = (1 << 63) - 1  # etcd's own numbers have 63 bits
@@ -45,7 +44,6 @@ MOST_SCALED = 1024  # on a page, where a run has been scaled since it was begun
 MOST_SIZES = 1024  # that a world may have
 MOST_DRAINS = 1024
 MOST_STRAGGLERS = 1024
-COMPARED = 32  # nodes with each other, before they join
 MOST_DIVERGENCES = 8  # lines of a world
 MOST_STALLED = 20  # failures in a row without progress, which end a job
 MOST_FAILURES = MOST_STALLED + 1  # that are remembered, the one that came furthest among them
@@ -144,7 +142,7 @@ class Keys:
     world = _Below("world/")
     paces = _Below("paces/")
     step_times = _Below("step_times/")
-    preflight = _Below("preflight/")
+    unfit = _Below("unfit/")
 
     def member(self, lease: int) -> str:
         return self.members + hexed(lease)
@@ -158,10 +156,8 @@ class Keys:
     def step_time(self, lease: int) -> str:
         return self.step_times + hexed(lease)
 
-    def checked(self, node: str, nodes: int) -> str:
-        """The key of a node among so many, in a folder of the few with which it is compared."""
-        folders = max(1, nodes // COMPARED)
-        return f"{self.preflight}{crc32(node.encode()) % folders}/{node}"
+    def unfit_node(self, node: str) -> str:
+        return self.unfit + node
 
     def acks(self, generation: int | None = None) -> str:
         return self._folder("acks", generation)
@@ -748,30 +744,11 @@ class Divergence(Value, frozen=True):
     lines: Annotated[tuple[Text, ...], Meta(max_length=MOST_DIVERGENCES)] = ()
 
 
-class Measured(Value, frozen=True):
-    """How fast a part of a node is; `what` has its unit."""
-
-    what: Text
-    speed: Seconds
-
-
-class PeerCall(Value, frozen=True):
-    """A node's call to another one that is checked with it."""
-
-    lease: Lease  # of the other one's key
-    error: Text = ""  # "" where it was answered
-    speed: Seconds = 0.0  # in MB/s; 0 where that was not measured
-
-
-class Checked(Value, frozen=True):
-    """A node that is checked before it joins, or was some minutes ago; its lease is its key's."""
+class Unfit(Value, frozen=True):
+    """A node that --health-check has kept out, or made leave, some minutes ago."""
 
     node: Text
-    address: Text = ""
-    port: Annotated[int, Meta(ge=0, lt=1 << 16)] = 0  # at which it takes calls; 0: not any more
-    speeds: Annotated[tuple[Measured, ...], Meta(max_length=MOST_WORKERS)] = ()
-    calls: Annotated[tuple[PeerCall, ...], Meta(max_length=COMPARED)] = ()
-    unfit: Text = ""  # why it was kept out
+    why: Text
     at: Text = ""
 
 

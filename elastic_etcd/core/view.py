@@ -67,7 +67,7 @@ class View(Struct, frozen=True):
     divergence: schema.Divergence | None = None
     steps: tuple[schema.NodeSteps, ...] = ()  # of the generation that trains
     step_times: tuple[schema.StepTime, ...] = ()  # of whatever generation each is
-    unfit: tuple[schema.Checked, ...] = ()  # nodes that were kept out lately
+    unfit: tuple[schema.Unfit, ...] = ()  # nodes that were kept out lately
     history: tuple[tuple[int, str], ...] = ()
     acked: tuple[int, ...] = ()
     reported: tuple[int, ...] = ()
@@ -194,8 +194,8 @@ def _with_parts(view: View, kvs: Mapping[str, KeyValue], keys: schema.Keys, bad:
     steps, _ = _read_all(schema.NodeSteps, found["steps"].get(view.trains, []), bad)
     times = [kv for key, kv in kvs.items() if key.startswith(keys.step_times)]
     step_times, _ = _read_all(schema.StepTime, times, bad)
-    before = [kv for key, kv in kvs.items() if key.startswith(keys.preflight)]
-    checked, _ = _read_all(schema.Checked, before, bad)
+    kept_out = [kv for key, kv in kvs.items() if key.startswith(keys.unfit)]
+    unfit, _ = _read_all(schema.Unfit, kept_out, bad)
     acks, no_acks = _read_all(schema.Ready, ready, bad)
     reports, no_reports = _read_all(schema.Report, found["reports"].get(view.last, []), bad)
     awaited = {
@@ -213,7 +213,7 @@ def _with_parts(view: View, kvs: Mapping[str, KeyValue], keys: schema.Keys, bad:
         steps=tuple(sorted(steps, key=_BY_LEASE)),
         stepped=tuple(sorted(found["steps"])),
         step_times=tuple(sorted(step_times, key=_BY_LEASE)),
-        unfit=tuple(sorted((c for c in checked if c.unfit), key=attrgetter("node"))),
+        unfit=tuple(sorted(unfit, key=attrgetter("node"))),
         divergence=_value(schema.Divergence, kvs.get(keys.divergence), bad),
         unread=tuple(sorted(awaited.get(now.phase, []))) if now else (),
     )

@@ -1,7 +1,7 @@
 """The words that all texts share: numbers with their nouns, names of many, ends of processes."""
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 NAMED = 3  # of many, in a line
 
@@ -16,6 +16,21 @@ def listed(names: Sequence[str], on: str = "") -> str:
     more = len(names) - NAMED
     *first, last = (*names[:NAMED], on + counted(more, "more node")) if more > 0 else names
     return " and ".join(filter(None, (", ".join(first), last)))
+
+
+def fields(record: Mapping[str, object]) -> Iterator[str]:
+    """Each field of a record that says something, by its name in JSON: `stop 0.75`.
+
+    None is `unknown`; what is empty or 0 is left out, and lists, which are for programs only.
+    """
+    for name, value in record.items():
+        if isinstance(value, Mapping):
+            if within := ", ".join(fields(value)):
+                yield f"{name} ({within})"
+        elif value is None:
+            yield f"{name} unknown"
+        elif value and not isinstance(value, list):
+            yield f"{name} {value}"
 
 
 def shown(size: int) -> str:

@@ -50,11 +50,6 @@ def free_processes(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
     return min(allowed, default=UNKNOWN.size)
 
 
-def processor_statistics(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> list[str]:
-    """The files that say for how long the cgroups around this process have stopped it."""
-    return [str(folder / "cpu.stat") for folder in _folders("cpu", proc, cgroups)]
-
-
 def oom_kills() -> int:
     """How many processes of this one's cgroup the kernel has killed for want of memory.
 

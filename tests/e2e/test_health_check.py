@@ -38,7 +38,7 @@ def test_a_node_that_is_not_fit_leaves_and_stays_out_until_it_is(
     job.exits(n1, 8, seconds=90)
     why = "--health-check cat exited 3: GPU 3: 2 pages are to be retired"
     assert f"{why}: leaving" in n1.output
-    shown = [v["unfit"] for k, v in keys(etcd, job.name).items() if k.startswith("preflight/")]
+    shown = [v["why"] for k, v in keys(etcd, job.name).items() if k.startswith("unfit/")]
     assert shown == [why]
     job.said(n2, "trains in a world of 1", seconds=90)
     assert "n1 is leaving" in n2.output

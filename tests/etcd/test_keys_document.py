@@ -152,10 +152,8 @@ def five_runs(etcd: EtcdServer, prefix: str, directory: Path) -> None:
 
     The last one is scaled, and a node is drained from it.
     """
-    pair = [
-        launch(etcd, prefix, directory, n, "--nnodes=2", "--preflight=pairs")
-        for n in ("node1", "node2")
-    ]
+    ends(launch(etcd, prefix, directory, "node2", "--health-check=echo GPU 3 is lost; exit 3"), 8)
+    pair = [launch(etcd, prefix, directory, n, "--nnodes=2") for n in ("node1", "node2")]
     for agent in pair:
         ends(agent, 0)
     pair = [

@@ -16,7 +16,7 @@ from elastic_etcd.train.abort import uses_nccl
 from tests.support import savers
 from tests.support.invariants import Event, each_sample_once
 from tests.support.job import DEVICE, ROOT, TRAINERS, Agent, Job
-from tests.support.places import BOTH, Place, devices, first_gpu, nccl_beside_gloo, places
+from tests.support.places import BOTH, Place, first_gpu, nccl_beside_gloo, places
 from tests.support.processes import send
 
 RIGHT = ("nanogpt", "gan", "unfreeze", "swa", "lora", "muon", "detr", "yolo", "reinforce", "warmup")
@@ -169,16 +169,3 @@ def test_nccl_s_record_of_a_hang_is_kept(job: Job) -> None:
     job.abandoned = True
     for agent in (n1, n2):
         agent.node_kill()
-
-
-@pytest.mark.parametrize("place", devices())
-def test_nodes_measure_their_devices_before_they_join(job: Job, place: Place) -> None:
-    hidden = {} if place.device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
-    logs = str(job.directory / "logs")
-    flags: dict[str, Any] = {"preflight": "pairs", "log_dir": logs, "env": hidden}
-    nodes = [start(job, node, place, **flags) for node in ("n1", "n2")]
-    trains(job, 2)
-    for node in nodes:
-        assert "preflight: " in node.output
-        assert ("cuda:0 " in node.output) == (place.device == "cuda")
-    finish(job, *nodes)

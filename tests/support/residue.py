@@ -51,14 +51,14 @@ def members_are(etcd: EtcdServer, job: str, count: int, kind: str = "members/") 
 
 
 def leases(etcd: EtcdServer) -> set[str]:
-    """All leases there are, but for those of nodes that were checked before they joined."""
+    """All leases there are, but for those of nodes that were not fit."""
     every = json.loads(etcd.ctl("get", "--prefix", f"{PREFIX}/", "-w", "json")).get("kvs", [])
-    checked = {
+    unfit = {
         format(kv.get("lease", 0), "016x")
         for kv in every
-        if base64.b64decode(kv["key"]).decode().split("/")[3:4] == ["preflight"]
+        if base64.b64decode(kv["key"]).decode().split("/")[3:4] == ["unfit"]
     }
-    return set(etcd.ctl("lease", "list").split("\n")[1:]) - {"", *checked}
+    return set(etcd.ctl("lease", "list").split("\n")[1:]) - {"", *unfit}
 
 
 class Residue:
@@ -71,7 +71,7 @@ class Residue:
     def assert_clean(self, jobs: Iterable[Job]) -> None:
         """No process, no key but history, outcome and what people wanted, no lease.
 
-        Nodes that were checked are remembered for ten minutes.
+        Nodes that were not fit are remembered for ten minutes.
 
         What a node that died held goes when its lease ends. A job whose last agent ended at once
         has no outcome: what is bound to no lease stays for the run to go on.
@@ -83,7 +83,7 @@ class Residue:
 
     def _keys(self, job: Job) -> list[str]:
         goes_on = ("spec", "ledger", "round", "world/", "hang") if job.abandoned else ()
-        stay = ("history/", "outcome", "wanted", "preflight/", *goes_on)
+        stay = ("history/", "outcome", "wanted", "unfit/", *goes_on)
         return [k for k in keys(self._etcd, job.name) if not k.startswith(stay)]
 
 

@@ -63,7 +63,7 @@ RUN_BY_PATH: dict[str, str | tuple[str, ...]] = {
     "children/run_script.py": ("agent/worker.py", "children/forkserver.py"),
     "children/store_server.py": "agent/store.py",
     "children/timer_server.py": "agent/file_timers.py",
-    "children/node_probe.py": "agent/preflight.py",
+    "children/node_probe.py": "agent/node_checks.py",
 }
 # The programs that are run as `python -m`, and who runs them.
 RUN_BY_NAME = {
@@ -348,7 +348,7 @@ def test_a_worker_does_without_numpy_as_torch_does() -> None:
             {
                 *("torch", "numpy", "rich", "prometheus_client"),
                 *("http.client", "hashlib"),
-                *("elastic_etcd.agent.goodput", "elastic_etcd.agent.preflight"),
+                *("elastic_etcd.agent.goodput", "elastic_etcd.agent.fitness"),
             },
         ),
         ("elastic_etcd.core.rules", {"grpc", "asyncio", "logging"}),

@@ -173,18 +173,12 @@ class TopOfAll(Told):
     steps_per_second: float | None
 
 
-class SpentOfWorld(TypedDict):
-    generation: int
-    began: str
-    spent: dict[str, float]
-
-
 class Report(TypedDict):
     version: int
     job: str
+    state: str
     run: str
     generation: int
-    state: str
     goodput: float | None
     seconds: float
     trained: float
@@ -198,7 +192,6 @@ class Report(TypedDict):
     pause: float
     steps: int
     commits: int
-    by_world: list[SpentOfWorld]
 
 
 class Steered(TypedDict):

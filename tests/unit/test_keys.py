@@ -65,7 +65,7 @@ def test_every_key_is_under_its_folder_and_under_the_root(generation: int, lease
         (KEYS.steps(), KEYS.steps(generation)),
         (KEYS.history(), KEYS.history(generation)),
         (KEYS.step_times, KEYS.step_time(lease)),
-        (KEYS.preflight, KEYS.checked("n1", 4)),
+        (KEYS.unfit, KEYS.unfit_node("n1")),
     ]
     for folder, key in below:
         assert folder.endswith("/")

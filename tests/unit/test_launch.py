@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from elastic_etcd import launch
-from elastic_etcd.agent import preflight
 from elastic_etcd.agent.config import AgentConfig, StreamChoice, Streams, substitute
 from elastic_etcd.cli.flags import FLAGS, WITHOUT_MEANING, Flag
 from elastic_etcd.core.schema import Limits
@@ -73,9 +72,8 @@ def given(name: str, action: Action) -> list[str]:
 
 
 def test_no_log_files_are_kept_at_dev_null(parse: Parse) -> None:
-    config = parse("--log-dir", os.devnull, "--preflight", "basic")
+    config = parse("--log-dir", os.devnull)
     assert config.log.log_dir == os.devnull
-    assert "--log-dir" not in preflight._questions(config, "e1:1")
 
 
 @pytest.mark.timeout(600)
@@ -469,7 +467,6 @@ def test_lines_of_the_agent() -> None:
 LOGS = """
 import sys
 from elastic_etcd import launch
-from elastic_etcd.agent import preflight
 launch.set_up_logging(launch.parse(sys.argv[1:], {}))
 launch.log.info("1 node")
 launch.log.warning("it\\nburns %s", "\x1b[2J")

@@ -1,4 +1,4 @@
-"""What is measured of a node before it joins, by itself."""
+"""What the program of `elastic-etcd check` says of disks, the clock and devices."""
 
 import json
 import os
@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from elastic_etcd.agent import preflight
+from elastic_etcd.agent import node_checks
 from elastic_etcd.children import node_probe
-from elastic_etcd.system.limits import processor_statistics
 from tests.support.disks import disk_that_may_stand_still, small_disk, standing_still
 from tests.support.etcd import FAST, EtcdServer
 from tests.support.tls import Authority, asking, shows
@@ -29,20 +28,22 @@ def later(patch: pytest.MonkeyPatch, seconds: float) -> None:
 
 def test_devices_are_looked_at_by_the_program() -> None:
     """Torch can be loaded there; where there is none, none is missed."""
-    asked: dict[str, Any] = {"processor": {"statistics": []}, "devices": {}}
+    asked: dict[str, Any] = {"devices": {}}
     program = [sys.executable, node_probe.__file__, json.dumps(asked)]
     done = subprocess.run(program, capture_output=True, text=True, check=True)
     assert done.stderr == ""
-    found = {name: fault for name, fault, _ in map(json.loads, done.stdout.splitlines())}
-    assert found == {"processor": "", "devices": ""}
+    assert [(name, cure) for name, _, cure in map(json.loads, done.stdout.splitlines())] == [
+        ("devices", "")
+    ]
 
 
 NONE_FOUND = """
 import sys, torch
 from elastic_etcd.children import node_probe
+from elastic_etcd.agent import node_checks
 hip = bool(torch.version.hip)
 node_probe._NVIDIA, node_probe._AMD = sys.argv[1 + hip], sys.argv[2 - hip]
-print(torch.backends.cuda.is_built(), node_probe.devices()[0])
+print(torch.backends.cuda.is_built(), node_probe.devices()[1])
 """
 
 
@@ -66,10 +67,11 @@ def test_the_clock_is_etcds(
 ) -> None:
     """Whose answers have whole seconds."""
     later(monkeypatch, seconds)
-    found, _ = node_probe.clock(etcd.endpoint, **PLAIN)
-    need = "2 s are allowed: set the one that is wrong"
-    told = f"its clock is {off} that of etcd at {etcd.endpoint}, {need} .*"
-    assert re.fullmatch(told if off else "", found), found
+    found, cure = node_probe.clock(etcd.endpoint, **PLAIN)
+    told = f"{off} that of etcd at {etcd.endpoint}, 2 s are allowed"
+    well = f"within 2 s of that of etcd at {etcd.endpoint}"
+    assert re.fullmatch(told if off else well, found), found
+    assert cure == ("set the one that is wrong (chronyc makestep)" if off else "")
 
 
 def test_the_clock_is_asked_over_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,30 +82,35 @@ def test_the_clock_is_asked_over_tls(tmp_path: Path, monkeypatch: pytest.MonkeyP
     try:
         server.start()
         files = {"cacert": authority.cacert, "cert": client.cert, "key": client.key}
-        assert node_probe.clock(server.endpoint, tls=True, **files)[0]
-        assert not node_probe.clock(server.endpoint, tls=True, **files | {"cacert": None})[0]
-        assert not node_probe.clock(server.endpoint, **PLAIN)[0], "that can't be had"
-        assert not node_probe.clock(f"unix://{tmp_path}/socket", **PLAIN)[0], "that is this clock"
+        assert node_probe.clock(server.endpoint, tls=True, **files)[1]
+        unknown = ("etcd does not tell its time", "")
+        assert node_probe.clock(server.endpoint, tls=True, **files | {"cacert": None}) == unknown
+        assert node_probe.clock(server.endpoint, **PLAIN) == unknown
+        assert node_probe.clock(f"unix://{tmp_path}/socket", **PLAIN) == unknown
     finally:
         server.kill()
 
 
 def test_a_disk_has_room_and_is_not_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    why, speeds = node_probe.disk("--log-dir", str(tmp_path))
-    assert not why
-    assert speeds["disk of --log-dir (MB/s written and synced)"] > 0
+    found, cure = node_probe.disk(str(tmp_path))
+    assert re.match(f"{tmp_path} takes .* MB/s of what is written and synced, and has ", found)
+    assert not cure
     monkeypatch.setattr(node_probe, "_SLOWEST", 1e9)
-    why, _ = node_probe.disk("--log-dir", str(tmp_path))
-    assert f"--log-dir {tmp_path} takes " in why
+    found, cure = node_probe.disk(str(tmp_path))
+    assert found.startswith(f"{tmp_path} takes ")
+    assert cure == "look at the disk, or give another folder"
     assert list(tmp_path.iterdir()) == [], "nothing is left there"
 
 
 def test_a_full_disk_and_one_that_is_not_there_are_told(tmp_path: Path) -> None:
-    why, _ = node_probe.disk("--memory-dir", f"{tmp_path}/none")
-    assert f"--memory-dir {tmp_path}/none can't be written to: No such file or directory: " in why
+    found, cure = node_probe.disk(f"{tmp_path}/none")
+    assert found == f"{tmp_path}/none can't be written to: No such file or directory"
+    assert cure == "mend it, or give another folder"
     with small_disk(tmp_path):
-        why, _ = node_probe.disk("--log-dir", str(tmp_path))
-    assert why.startswith(f"--log-dir {tmp_path} has 0 MiB free, 64 are asked for: ")
+        assert node_probe.disk(str(tmp_path)) == (
+            f"{tmp_path} has 0 MiB free, 64 are asked for",
+            "free some, or give another folder",
+        )
 
 
 def test_a_disk_that_stands_still_hides_no_other_check(
@@ -112,21 +119,25 @@ def test_a_disk_that_stands_still_hides_no_other_check(
     still, other = tmp_path / "still", tmp_path / "other"
     still.mkdir()
     other.mkdir()
-    monkeypatch.setattr(preflight, "_MEASURED", 2.0)
+    monkeypatch.setattr(node_checks, "_MEASURED", 2.0)
     asked: dict[str, dict[str, Any]] = {
-        "processor": {"statistics": processor_statistics()},
-        "--memory-dir": {"flag": "--memory-dir", "folder": str(other)},
-        "--log-dir": {"flag": "--log-dir", "folder": str(still)},
+        "disk of --memory-dir": {"folder": str(other)},
+        "disk of --log-dir": {"folder": str(still)},
         "clock": {"endpoint": "127.0.0.1:1", **PLAIN},
     }
     with disk_that_may_stand_still(still, tmp_path / "image"), standing_still(still):
-        speeds, faults = preflight._measure(asked)
-    assert faults == ["--log-dir has not answered for 2 s: look at dmesg"]
-    assert [each.what.split()[0] for each in speeds] == ["processor", "disk"]
+        found = {each.name: each for each in node_checks.measured(asked)}
+    assert found.keys() == {"devices", "clock", "disk of --memory-dir", "disk of --log-dir"}
+    assert [each for each in found.values() if each.cure] == [
+        node_checks.CheckResult("disk of --log-dir", "has not answered for 2 s", "look at dmesg")
+    ]
 
 
 def test_a_program_that_fails_is_told_with_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHON_EXEC", "/bin/false")
-    assert preflight._measure({"processor": {"statistics": []}})[1] == [
-        "processor can't be checked: /bin/false: exited 1"
+    found = node_checks.measured({"disk of TMPDIR": {"folder": "/"}})
+    assert found[1:] == [
+        node_checks.CheckResult(
+            "disk of TMPDIR", "can't be checked: /bin/false: exited 1", "mend that Python"
+        )
     ]

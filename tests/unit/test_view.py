@@ -26,7 +26,6 @@ from elastic_etcd.core.rules import (
 from elastic_etcd.core.schema import (
     LONGEST,
     Cause,
-    Checked,
     Contact,
     Divergence,
     Failure,
@@ -56,6 +55,7 @@ from elastic_etcd.core.schema import (
     StepTime,
     Stragglers,
     TrainingPlace,
+    Unfit,
     decode,
     encode,
     hexed,
@@ -362,8 +362,7 @@ JOB = {
     KEYS.history(4): encode(History(4)),
     KEYS.outcome: encode(Outcome("failed", "why", "r", 4, 1, FAILURE)),
     KEYS.step_time(0xA): encode(StepTime(0xA, 4, 0.5, 0.6)),
-    KEYS.checked("n3", 4): encode(Checked("n3", unfit="no link", at="now")),
-    KEYS.checked("n2", 4): encode(Checked("n2", port=9)),
+    KEYS.unfit_node("n3"): encode(Unfit("n3", "no link", "now")),
     KEYS.divergence: encode(Divergence(4, ("replicas differ: ...",))),
     KEYS.stragglers: encode(Stragglers(4, 1, "n2 is slow ...", ("n2",))),
 }
@@ -380,7 +379,7 @@ def test_the_view_of_everything() -> None:
     assert view.reports[0].revision < view.reports[1].revision
     assert view.divergence == Divergence(4, ("replicas differ: ...",))
     assert view.history == ((4, encode(History(4))),)
-    assert view.unfit == (Checked("n3", unfit="no link", at="now"),)
+    assert view.unfit == (Unfit("n3", "no link", "now"),)
     assert view.outcome
     assert view.outcome.failure == FAILURE
     assert view.round_mod == 3 + list(JOB).index(KEYS.round)

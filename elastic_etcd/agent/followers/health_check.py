@@ -1,16 +1,20 @@
-"""--health-check: a command of the site's own that says whether this node is fit to train.
+"""--health-check: a command, as `elastic-etcd check`, that says whether this node is fit to train.
 
 It runs before the agent joins, and then every --health-interval seconds, also while the node is a
-spare. A node that is not fit does not join, or leaves between two steps: nothing is lost.
+spare, and when it is left out. A node that is not fit does not join, or leaves between two steps:
+nothing is lost.
 """
 
 import asyncio
 import logging
+from contextlib import suppress
 from functools import partial
 
 from elastic_etcd.agent.config import AgentConfig
-from elastic_etcd.agent.fitness import run, tell_unfit
-from elastic_etcd.agent.inbox import Inbox, Notice
+from elastic_etcd.agent.fitness import BESIDE_AGENT, run, tell_unfit
+from elastic_etcd.agent.inbox import Notice, Tasks
+from elastic_etcd.core.failure_policies import left_out
+from elastic_etcd.core.lifecycle import Event, State
 from elastic_etcd.errors import UnfitNode
 from elastic_etcd.etcd.client import Client
 from elastic_etcd.system.threads import in_thread
@@ -31,21 +35,50 @@ async def check_before_joining(client: Client, config: AgentConfig, command: str
         )
 
 
-async def watch(client: Client, config: AgentConfig, command: str, inbox: Inbox) -> None:
-    """Run the command again and again, until it does not exit 0; the agent leaves then."""
-    while True:
-        await asyncio.sleep(config.health_interval)
-        if why := await _unfit(command):
-            await tell_unfit(client, config, why)
-            inbox.put(Notice(why, exit_code=UnfitNode.exit_code))
+class HealthCheck:
+    """Runs the command every --health-interval, and when this node is left out (--suspect-after).
+
+    When it does not exit 0 the agent leaves.
+    """
+
+    def __init__(self, client: Client, config: AgentConfig, command: str, tasks: Tasks) -> None:
+        self._client = client
+        self._config = config
+        self._command = command
+        self._inbox = tasks.inbox
+        self._left_out = False
+        self._asked = asyncio.Event()
+        tasks.create(self._watch())
+
+    def see(self, before: State, event: Event, state: State) -> None:
+        """Ask once for each time that this node is left out, when none of its workers is left."""
+        del before, event
+        view, limits = state.view, state.limits
+        if view is None or limits is None:
             return
+        if self._config.node not in left_out(view.ledger, limits):
+            self._left_out = False
+        elif not (self._left_out or state.local.running):
+            self._left_out = True
+            self._asked.set()
+
+    async def _watch(self) -> None:
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._config.health_interval):
+                    await self._asked.wait()
+            self._asked.clear()
+            if why := await _unfit(self._command):
+                await tell_unfit(self._client, self._config, why)
+                self._inbox.put(Notice(why, exit_code=UnfitNode.exit_code))
+                return
 
 
 async def _unfit(command: str) -> str:
     """Why this node is not fit, "" if it is. A command that can't be started says nothing."""
     name = f"--health-check {command.split(maxsplit=1)[0]}"
     try:
-        ask = partial(run, ["/bin/sh", "-c", command], HEALTH_TIMEOUT)
+        ask = partial(run, ["/bin/sh", "-c", command], HEALTH_TIMEOUT, **{BESIDE_AGENT: "1"})
         code, said = await in_thread(ask, 2 * HEALTH_TIMEOUT)
     except TimeoutError:  # it does not even start: its disk stands still
         code, said = None, ""
