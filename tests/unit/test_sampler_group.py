@@ -5,6 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 from elastic_etcd import ElasticSampler
 from elastic_etcd.errors import UsageError
@@ -16,13 +19,40 @@ WORLD = 2
 
 
 def stories(rank: int) -> list[dict[str, Any]]:
-    return [own_pace(rank), own_size(rank), own_order(rank)]
+    return [uneven(), own_pace(rank), own_size(rank), own_order(rank)]
 
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
     """What each rank tells of each story."""
     return ranks_that_end(WORLD, tmp_path_factory.mktemp("group"), stories, 50)
+
+
+def uneven() -> dict[str, Any]:
+    """DDP's Join with one more step on rank 0, in one epoch, and a short batch in the other."""
+    told: dict[str, Any] = {"indices": [], "states": []}
+    model = DistributedDataParallel(torch.nn.Linear(1, 1))
+    for length in (17, 21):
+        sampler = ElasticSampler(length, tail="uneven")
+        indices: list[int] = []
+        with Join([model]):
+            for batch in DataLoader(list(range(length)), batch_size=4, sampler=sampler):
+                model(batch.float()[:, None]).sum().backward()
+                sampler.record(batch)
+                indices += batch.tolist()
+        told["indices"].append(indices)
+        told["states"].append(sampler.state_dict()["consumed"])
+    return told
+
+
+def test_an_uneven_tail_is_joined(told: Told) -> None:
+    first, second = (rank[0] for rank in told)
+    for number, length in enumerate((17, 21)):
+        mine, others = first["indices"][number], second["indices"][number]
+        assert len(mine) == len(others) + 1
+        assert sorted(mine + others) == list(range(length))
+    assert first["states"] == [17, 21]
+    assert second["states"] == [16, 21]  # without a part in the fifth step of the first
 
 
 def own_pace(rank: int) -> dict[str, Any]:
@@ -41,11 +71,11 @@ def own_pace(rank: int) -> dict[str, Any]:
 
 
 def test_ranks_that_go_at_their_own_pace_agree(told: Told) -> None:
-    state = told[0][0]["state"]
-    assert told[1][0]["state"] == state
+    state = told[0][1]["state"]
+    assert told[1][1]["state"] == state
     assert state["consumed"] == 3 + 7
     assert [list(range(*part)) for part in state["skipped"]] == [[6, 8, 10, 12]]  # rank 0's
-    used = [index for rank in told for index in rank[0]["used"]]
+    used = [index for rank in told for index in rank[1]["used"]]
     for rank in range(3):
         sampler = ElasticSampler(60, shuffle=False, tail="uneven", rank=rank, world_size=3)
         sampler.load_state_dict(state)
@@ -61,7 +91,7 @@ def own_size(rank: int) -> dict[str, Any]:
 
 
 def test_batch_sizes_are_gathered(told: Told) -> None:
-    assert [rank[1]["length"] for rank in told] == [360, 240]
+    assert [rank[2]["length"] for rank in told] == [360, 240]
 
 
 def own_order(rank: int) -> dict[str, Any]:
@@ -81,4 +111,4 @@ def own_order(rank: int) -> dict[str, Any]:
 
 
 def test_orders_that_differ_are_refused_on_every_rank(told: Told) -> None:
-    assert told[0][2] == told[1][2]
+    assert told[0][3] == told[1][3]

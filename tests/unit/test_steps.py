@@ -748,3 +748,57 @@ def test_a_step_that_the_script_tells_counts_more_than_commits(
     heartbeat(1 << 63)
     heartbeat()
     assert told() == ToldPlace(1000)
+
+
+def test_the_last_batch_is_committed_when_the_loop_asks_for_the_next() -> None:
+    state = made()
+    for _ in state.steps(loader_of(state), commit_every=1):
+        state.step += 1
+    state.restore()
+    assert (state.step, state.sampler.consumed) == (9, LENGTH)
+
+
+def test_a_break_counts_the_last_batch_and_so_does_a_commit_in_the_body() -> None:
+    state = made()
+    loader = loader_of(state)
+    for _ in state.steps(loader, commit_every=None):
+        state.step += 1
+        if state.step == 2:
+            state.commit()
+            assert state.sampler.consumed == 10
+        if state.step == 4:
+            break
+    with state.sampler._length_of("rest"):
+        assert len(state.sampler) == LENGTH - 20
+    assert labels(next(iter(state.steps(loader))))[0] == 20
+    state.restore()
+    assert (state.step, state.sampler.consumed) == (2, 10)
+    assert labels(next(iter(state.steps(loader))))[0] == 10
+
+
+def test_continue_and_errors_that_are_caught_skip_a_batch() -> None:
+    state = made()
+    trained: list[int] = []
+    for batch in state.steps(loader_of(state), commit_every=1):
+        if 7 in labels(batch):
+            continue
+        trained += labels(batch)
+    assert sorted({*range(LENGTH)} - {*trained}) == [5, 6, 7, 8, 9]
+    assert state.sampler.consumed == LENGTH
+
+
+def test_a_loader_around_a_loader_may_look_ahead() -> None:
+    class Ahead(Twice):
+        def __iter__(self) -> Iterator[Any]:
+            batches = iter(self.loader)
+            waiting = list(islice(batches, 3))
+            while waiting:
+                yield waiting.pop(0)
+                waiting += islice(batches, 1)
+
+    state = made()
+    trained: list[int] = []
+    for batch in state.steps(Ahead(loader_of(state)), commit_every=1):
+        assert state.sampler.consumed == len(trained)
+        trained += labels(batch)
+    assert trained == list(range(LENGTH))

@@ -145,3 +145,15 @@ def test_the_end_of_an_epoch_may_have_no_batch(lengths: list[int] | None) -> Non
 def test_one_rank_may_have_nothing_of_an_uneven_epoch() -> None:
     data = streamed(lengths=None, rank=4, world_size=5, tail="uneven")
     assert list(ElasticState(data=data).steps(data.loader(4))) == []
+
+
+def test_breaking_off_counts_the_last_batch() -> None:
+    data = streamed()
+    steps = ElasticState(data=data).steps(data.loader(4))
+    used = []
+    for batch in steps:
+        used += batch.tolist()
+        if len(used) >= 20:
+            break
+    used += [sample for batch in steps for sample in batch.tolist()]
+    assert sorted(used) == everything()
