@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from _pytest.mark import ParameterSet
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -84,18 +83,14 @@ def run(launcher: str, script: Path, *arguments: str, cwd: Path, calm: bool = Tr
     return told
 
 
-def nightly(*case: str) -> ParameterSet:
-    """A case for the night: another launcher, which users have, too."""
-    return pytest.param(*case, marks=pytest.mark.nightly(part="examples"))
-
-
 def test_all_examples_are_here() -> None:
     there = {path.name for path in (ROOT / "examples").glob("*.py")}
     names = {"digits_ddp.py", "digits_elastic.py", "fsdp2_elastic.py", "resnet_synthetic.py"}
     assert there == names
 
 
-@pytest.mark.parametrize("launcher", [*map(nightly, ("python", "torchrun")), "launch"])
+@pytest.mark.nightly(part="examples")
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_sharded(launcher: str, tmp_path: Path) -> None:
     small = ("--epochs=1", "--samples=256", "--width=16", "--depth=1", "--checkpoints=kept")
     told = run(launcher, ROOT / "examples" / "fsdp2_elastic.py", *small, cwd=tmp_path, calm=False)
@@ -103,7 +98,8 @@ def test_sharded(launcher: str, tmp_path: Path) -> None:
     assert len(list((tmp_path / "kept").glob("commit-*/.metadata"))) == 1
 
 
-@pytest.mark.parametrize("launcher", [*map(nightly, ("python", "torchrun")), "launch"])
+@pytest.mark.nightly(part="examples")
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_synthetic(launcher: str, tmp_path: Path) -> None:
     run(launcher, ROOT / "examples" / "resnet_synthetic.py", *TINY, cwd=tmp_path)
 
@@ -127,7 +123,7 @@ def test_digits_go_on_from_what_they_keep_under_another_launcher(
 
 
 @pytest.mark.nightly(part="examples")
-@pytest.mark.parametrize("launcher", ["python", "torchrun", "launch"])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_program_after_migration(launcher: str, tmp_path: Path) -> None:
     page = (ROOT / "docs" / "migration.md").read_text()
     (program,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
@@ -137,6 +133,7 @@ def test_program_after_migration(launcher: str, tmp_path: Path) -> None:
     assert "epoch 3 done" in told
 
 
+@pytest.mark.nightly(part="examples")
 def test_the_loop_that_the_readme_shows(tmp_path: Path) -> None:
     (shown,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
     script = tmp_path / "train.py"
@@ -144,6 +141,7 @@ def test_the_loop_that_the_readme_shows(tmp_path: Path) -> None:
     assert run("launch", script, cwd=tmp_path).count("consumed 2 320") == 2
 
 
+@pytest.mark.nightly(part="examples")
 def test_t22_a_group_of_its_own_goes_on_from_memory(tmp_path: Path) -> None:
     killed = """\
     if state.epoch == 2 and dist.get_rank() == 1 and os.environ["ELASTIC_ETCD_GENERATION"] == "1":
