@@ -11,7 +11,7 @@ from elastic_etcd.__main__ import _USAGE, main
 
 COMMANDS = re.findall(r"elastic-etcd (\w+)", _USAGE.partition("\n\n")[0])
 ONE_JOB = ("scale", "wait")
-NOT_OF_A_JOB = ("launch",)
+NOT_OF_A_JOB = ("launch", "check")
 OF_A_JOB = [name for name in COMMANDS if name not in NOT_OF_A_JOB]
 # What bash does when somebody presses the tab key after these words.
 TAB = """
@@ -69,8 +69,8 @@ def test_n3_an_empty_variable_is_an_error(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv(name, "")
-    second = {"scale": ["2:4"], "drain": ["n"], "undrain": ["n"]}
-    assert main([command, "j", *second.get(command, [])]) == 2
+    after = {"scale": ["j", "2:4"], "drain": ["j", "n"], "undrain": ["j", "n"], "check": []}
+    assert main([command, *after.get(command, ["j"])]) == 2
     assert f"error: {name} is in the environment, and empty" in capsys.readouterr().err
 
 
