@@ -53,7 +53,7 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class NodeFlags:
-    """What the command line says of this node, and of etcd."""
+    """This node, and etcd, as the command line describes them."""
 
     nproc: int
     log_dir: str | None
