@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_etcd import children
-from elastic_etcd.agent.timer import Respawn, Timer
+from elastic_etcd.agent.inbox import Respawn, Timer
 from elastic_etcd.core.words import ended
 from elastic_etcd.errors import UsageError
 from elastic_etcd.protocol import messages
