@@ -33,8 +33,7 @@ from elastic_etcd.system.child_process import (
     end,
     start,
 )
-from elastic_etcd.system.kernel import adopt_orphans
-from elastic_etcd.system.memfds import memfd_with
+from elastic_etcd.system.kernel import adopt_orphans, memfd_with
 from elastic_etcd.system.processes import stat
 from elastic_etcd.times import ANSWER, IMPORTED
 
