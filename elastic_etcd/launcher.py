@@ -30,7 +30,7 @@ from msgspec.structs import replace
 from elastic_etcd.api import functions
 from elastic_etcd.errors import ElasticEtcdError, EtcdError, RendezvousTimeout, UsageError
 from elastic_etcd.protocol.run_record import RunRecord, RunResult
-from elastic_etcd.system.memfds import new_memfd
+from elastic_etcd.system.kernel import new_memfd
 
 if TYPE_CHECKING:
     from elastic_etcd.api.child_failed import ChildFailedError

@@ -33,11 +33,11 @@ from elastic_etcd.agent.inbox import (
     MirrorChanged,
     Notice,
     Tasks,
+    Timer,
     Unkillable,
 )
 from elastic_etcd.agent.membership import Membership
 from elastic_etcd.agent.output.logs import LogHandler, Logs
-from elastic_etcd.agent.timer import Timer
 from elastic_etcd.agent.workers import Workers
 from elastic_etcd.core import invariants, lifecycle, requests
 from elastic_etcd.core.lifecycle import (
@@ -134,7 +134,7 @@ def _metrics(config: AgentConfig) -> "AbstractContextManager[Metrics | None]":
     if config.metrics_addr is None:
         return nullcontext()
     try:
-        from elastic_etcd.agent.followers.metrics_server import serving  # noqa: PLC0415 - only if it is asked for
+        from elastic_etcd.agent.followers.metrics import serving  # noqa: PLC0415 - only if it is asked for
     except ModuleNotFoundError as error:
         needs = "pip install 'elastic_etcd[metrics]'"
         raise UsageError(f"--metrics-addr: {error}; {needs}") from error

@@ -18,7 +18,7 @@ import socket
 from collections import deque
 from collections.abc import Callable
 
-from elastic_etcd.agent.timer import Timer
+from elastic_etcd.agent.inbox import Timer
 from elastic_etcd.protocol import messages
 from elastic_etcd.protocol.packets import address_of, peer_of, receive
 

@@ -13,7 +13,7 @@ from elastic_etcd.core.txn import Get, Put, Txn
 from elastic_etcd.errors import EtcdError
 from elastic_etcd.etcd.client import Client
 from elastic_etcd.system.child_process import spawn
-from elastic_etcd.system.memfds import new_memfd
+from elastic_etcd.system.kernel import new_memfd
 from elastic_etcd.system.processes import signal_group
 from elastic_etcd.times import KILLED, PUBLISH_TIMEOUT
 

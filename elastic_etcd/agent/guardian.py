@@ -21,7 +21,7 @@ from typing import TypeAlias
 
 from elastic_etcd import children
 from elastic_etcd.agent.environment import without_secrets
-from elastic_etcd.agent.timer import Respawn
+from elastic_etcd.agent.inbox import Respawn
 from elastic_etcd.core.words import ended
 from elastic_etcd.etcd.access import EtcdConfig
 from elastic_etcd.protocol.packets import channel_pair

@@ -28,8 +28,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, TypeAlias
 
-from elastic_etcd.agent.inbox import Tasks
-from elastic_etcd.agent.timer import Timer
+from elastic_etcd.agent.inbox import Tasks, Timer
 from elastic_etcd.core.lifecycle import PeerDead
 from elastic_etcd.core.schema import Contact, Member, Phase
 from elastic_etcd.core.view import View

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_etcd import children
-from elastic_etcd.agent.timer import Respawn, Timer
+from elastic_etcd.agent.inbox import Respawn, Timer
 from elastic_etcd.core.words import ended
 from elastic_etcd.errors import UsageError
 from elastic_etcd.protocol import messages
@@ -33,8 +33,7 @@ from elastic_etcd.system.child_process import (
     end,
     start,
 )
-from elastic_etcd.system.kernel import adopt_orphans
-from elastic_etcd.system.memfds import memfd_with
+from elastic_etcd.system.kernel import adopt_orphans, memfd_with
 from elastic_etcd.system.processes import stat
 from elastic_etcd.times import ANSWER, IMPORTED
 

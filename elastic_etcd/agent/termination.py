@@ -28,8 +28,7 @@ from enum import Enum, auto
 from typing import Any, ParamSpec
 
 from elastic_etcd.agent.guardian import Guardian
-from elastic_etcd.agent.inbox import Tasks, Unkillable
-from elastic_etcd.agent.timer import Timer
+from elastic_etcd.agent.inbox import Tasks, Timer, Unkillable
 from elastic_etcd.agent.worker import Worker
 from elastic_etcd.core.lifecycle import WorkersGone
 from elastic_etcd.protocol.messages import Change, Interrupt

@@ -22,7 +22,6 @@ from elastic_etcd.core import requests
 from elastic_etcd.core.lifecycle import Outdated
 from elastic_etcd.core.schema import (
     MOST_SCALED,
-    VERSION,
     Drain,
     Halt,
     Phase,
@@ -30,11 +29,11 @@ from elastic_etcd.core.schema import (
     Scale,
     Sizes,
     encode,
-    format_of,
     hexed,
 )
 from elastic_etcd.core.txn import Compare, Delete, Put, Txn
 from elastic_etcd.core.words import counted
+from elastic_etcd.core.writes import older_format
 from elastic_etcd.errors import ElasticEtcdError, NewerFormat, NotInTime
 from elastic_etcd.etcd.mirror import first
 from elastic_etcd.etcd.retry import now
@@ -67,8 +66,7 @@ class SteeredJob(query.Job):
             view = self.view_of(seen)
             if view.newer:
                 raise NewerFormat(Outdated(view.newer).reason)
-            spec = seen.kvs.get(self.keys.spec)
-            if spec and 0 < (older := format_of(spec.value)) < VERSION:
+            if older := older_format(self.keys, seen, view):
                 runs = f"job {self.name} is run by an older elastic_etcd (format {older})"
                 raise ElasticEtcdError(f"{runs}, which could not read this: use its own command")
             there = view.wanted or Requests()

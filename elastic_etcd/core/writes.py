@@ -88,8 +88,7 @@ def join(
     view = view_of(seen, keys, Everything())
     if view.newer:  # whoever writes a round writes the ledger, too, so that this one sees it
         return Outdated(view.newer)
-    older = schema.format_of(seen.kvs[keys.spec].value) if keys.spec in seen.kvs else 0
-    if 0 < older < schema.VERSION:
+    if older := older_format(keys, seen, view):
         runs = f"an older elastic_etcd (format {older}) runs it"
         return f"{runs}; this one writes format {schema.VERSION}"
     if not (again or rerun) and (over := succeeded(keys, seen, spec.command)):
@@ -123,6 +122,15 @@ def join(
         fence = (*fence, *nobody(keys))
     renewed = (Put(keys.spec, schema.encode(known)),) if known != view.spec else ()
     return Txn(fence, (_put_member(keys, member, known.run, view), *renewed))
+
+
+def older_format(keys: schema.Keys, seen: Snapshot, view: View) -> int:
+    """Return the format version of the job's run if that is older than this program's, else 0.
+
+    A spec that can't be read is nobody's word, whatever it says of its version.
+    """
+    told = schema.format_of(seen.kvs[keys.spec].value) if view.spec else 0
+    return told if told < schema.VERSION else 0
 
 
 def relist(keys: schema.Keys, view: View, local: rules.Local, member: schema.Member) -> Txn:

@@ -257,7 +257,7 @@ class ActivityPages:
         `measured`: whether it is to measure what its steps take outside of collectives.
         "" where there is no memory or descriptor to be had: then nothing is known of this worker.
         """
-        from elastic_etcd.system.memfds import sealed_memfd  # noqa: PLC0415 - a worker has no such module
+        from elastic_etcd.system.kernel import sealed_memfd  # noqa: PLC0415 - a worker has no such module
 
         if local_rank not in self._pages:
             try:

@@ -3,7 +3,8 @@
 The Pythons of conda, of miniforge and of older versions of uv were built with old headers: they
 lack these calls on every kernel, and here they are made by number. A kernel before 5.3 and some
 containers refuse pidfds; then `has_pidfds` is False, and `processes.open_pidfd` has another way.
-There is none without memory files, see `check`.
+There is none without memory files, see `check`: these have no name in any folder, and end with
+their last descriptor.
 """
 
 import ctypes
@@ -14,7 +15,8 @@ import os
 import resource
 import signal
 import threading
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from elastic_etcd.errors import ElasticEtcdError, UsageError
@@ -159,6 +161,44 @@ def memfd_create(name: str, flags: int) -> int:
 def seal_size(fd: int) -> None:
     """Let no process change the size of a memory file from here on. Raises OSError."""
     fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_SEAL)
+
+
+def new_memfd(name: str, size: int = 0) -> int:
+    """A new file of `size` bytes, all 0; no child inherits its descriptor. Raises OSError."""
+    with _memfd(name, MFD_CLOEXEC) as fd:
+        os.ftruncate(fd, size)
+    return fd
+
+
+def sealed_memfd(name: str, size: int) -> int:
+    """The same of a size that no process can change. Raises OSError.
+
+    Memory that was mapped and is cut off by another process would end this one by a SIGBUS.
+    """
+    with _memfd(name, MFD_CLOEXEC | MFD_ALLOW_SEALING) as fd:
+        os.ftruncate(fd, size)
+        seal_size(fd)
+    return fd
+
+
+def memfd_with(name: str, content: bytes) -> int:
+    """A new file with this content, of which a reader begins at the start. Raises OSError."""
+    with _memfd(name, MFD_CLOEXEC) as fd:
+        with open(fd, "wb", closefd=False) as file:
+            file.write(content)
+        os.lseek(fd, 0, os.SEEK_SET)
+    return fd
+
+
+@contextmanager
+def _memfd(name: str, flags: int) -> Iterator[int]:
+    """An empty file, which is closed if this block raises: `ulimit -f` counts for it, too."""
+    fd = memfd_create(name, flags)
+    try:
+        yield fd
+    except BaseException:
+        os.close(fd)
+        raise
 
 
 def populate(address: int, size: int) -> None:

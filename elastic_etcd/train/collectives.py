@@ -1,22 +1,28 @@
 """The place of this process among the ranks, and what all ranks exchange beside training.
 
-`gather` is a collective of a few numbers; `ee.store` is torch's store of the generation.
+`gather` is a collective of a few numbers; `exchange` sends pieces from rank to rank, and refuses
+one that does not arrive with its sum; `ee.store` is torch's store of the generation.
 """
 
 import json
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from elastic_etcd.errors import MalformedState
+from elastic_etcd.protocol import activity
 from elastic_etcd.system.sockets import short_lookups
 from elastic_etcd.train import sync_point
 from elastic_etcd.train.accelerator import current_device
-from elastic_etcd.train.state.snapshot_bytes import bytes_of
+from elastic_etcd.train.state.snapshot_bytes import bytes_of, sum_of
+
+_SUM = 8  # bytes
 
 
 class World(NamedTuple):
@@ -97,6 +103,45 @@ def broadcast(tensor: torch.Tensor, sender: int) -> torch.Tensor:
     arrived = there.cpu()
     refuse_garbage()
     return arrived
+
+
+def exchange(
+    sends: Mapping[int, Iterable[torch.Tensor]], places: Mapping[int, Iterable[torch.Tensor]]
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Send messages of bytes to other ranks, and give those that come, by their senders, in order.
+
+    Collective, on the default group. places: the memory, of this machine, for the messages of each
+    rank: each is given when it is filled. Raises MalformedState.
+    """
+    rank, size = rank_and_size(launched=False)
+    device = device_of()
+    for shift in range(1, size):
+        to, sender = (rank + shift) % size, (rank - shift) % size
+        for message, place in zip_longest(sends.get(to, ()), places.get(sender, ())):
+            operations = []
+            if message is not None:
+                sent = (message.to(device), _sum_in(message).to(device))
+                operations += [dist.P2POp(dist.isend, each, to) for each in sent]
+            if place is not None:
+                arriving = place.to(device)  # the place itself, where it can be
+                its_sum = torch.empty(_SUM, dtype=torch.uint8, device=device)
+                coming = (arriving, its_sum)
+                operations += [dist.P2POp(dist.irecv, each, sender) for each in coming]
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+            activity.move()
+            if place is not None:
+                if arriving is not place:
+                    place.copy_(arriving)
+                if not torch.equal(_sum_in(place), its_sum.cpu()):
+                    refuse_garbage()
+                    raise MalformedState(f"what rank {sender} has sent did not arrive as it was")
+                yield sender, place
+
+
+def _sum_in(message: torch.Tensor) -> torch.Tensor:
+    """The sum of a message, to be sent after it."""
+    return torch.frombuffer(bytearray(sum_of(message)), dtype=torch.uint8)
 
 
 def device_of(group: dist.ProcessGroup | None = None) -> torch.device:

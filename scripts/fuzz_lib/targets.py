@@ -15,7 +15,7 @@ import torch
 from elastic_etcd.agent.channel import ChannelServer, WorkerChannel
 from elastic_etcd.agent.config import AgentConfig
 from elastic_etcd.agent.failures import failure_message
-from elastic_etcd.agent.followers import metrics_server
+from elastic_etcd.agent.followers import metrics
 from elastic_etcd.agent.followers.metrics import Metrics
 from elastic_etcd.agent.followers.notices import seconds_left
 from elastic_etcd.agent.inbox import Tasks
@@ -258,7 +258,7 @@ async def _port() -> schema.Contact:
 
 def fuzz_request(data: bytes) -> None:
     """Whatever is asked, there is an answer, and one only."""
-    answer = metrics_server.answer(data, _METRICS)
+    answer = metrics.answer(data, _METRICS)
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 "), head
     length = re.search(rb"Content-Length: (\d+)", head)

@@ -69,7 +69,7 @@ def script(tmp_path: Path) -> Path:
 def check_trains(code: int, told: str) -> None:
     assert code == 0, told
     assert sorted(re.findall(r"(?m)trained \d$", told)) == ["trained 0", "trained 1"]
-    assert "1 change of the world" in told
+    assert "worlds 2, restarts 1, " in told
     assert "Traceback" not in told
 
 

@@ -13,7 +13,7 @@ from tests.support.etcd import EtcdServer
 # They belong to flags and to jobs of more than one node.
 ASKED_FOR = {
     *("agent.file_timers", "agent.peer_links", "core.stragglers", "etcd.embedded"),
-    *("agent.followers.metrics", "agent.followers.metrics_server", "agent.followers.notices"),
+    *("agent.followers.metrics", "agent.followers.notices"),
     "agent.followers.straggler_watch",
 }
 # The others belong to other programs, and to the end.

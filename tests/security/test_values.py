@@ -155,10 +155,11 @@ def test_an_ack_or_a_report_that_is_written_over_begins_the_next_generation(phas
     assert "of nb can't be read" in claim.what.reason
 
 
+@pytest.mark.parametrize("text", ["x", '{"v": 1}'])
 @pytest.mark.parametrize("again", [False, True])
-def test_a_spec_that_cannot_be_read_ends_no_run(again: bool) -> None:
+def test_a_spec_that_cannot_be_read_ends_no_run(again: bool, text: str) -> None:
     """Neither a node that joins at that moment begins another nor one that joins again."""
-    found = job(Phase.FINAL) | {KEYS.spec: "x"}
+    found = job(Phase.FINAL) | {KEYS.spec: text}
     seen = Snapshot(99, {k: KeyValue(k, v, 2, 3, 0) for k, v in found.items()})
     spec = Spec("r" if again else "another", Limits(1, 2))
     txn = writes.join(KEYS, seen, Member(0xC, "nc", 1), spec, again=again)

@@ -14,7 +14,7 @@ from elastic_etcd.agent.config import LogConfig
 from elastic_etcd.agent.output.logs import Logs
 from elastic_etcd.protocol import activity
 from elastic_etcd.protocol.activity import Activity, ActivityPage, ActivityPages, Doing
-from elastic_etcd.system.memfds import sealed_memfd
+from elastic_etcd.system.kernel import sealed_memfd
 from tests.unit.prefork import BothWays, Outcome, python
 from tests.unit.watched import Watched
 

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.test_examples import ROOT, nightly, run
+from tests.unit.test_examples import ROOT, run
 
 pytestmark = pytest.mark.timeout(600)
+NIGHTLY = pytest.mark.nightly(part="examples")
 
 PAGE = (ROOT / "docs" / "cookbook.md").read_text()
 # Rank 1 of the first world dies in the middle of its second epoch.
@@ -57,10 +58,10 @@ def test_each_recipe_that_has_a_script_is_run() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        nightly("The same batch in every world"),
-        nightly("A learning rate that follows the world"),
+        pytest.param("The same batch in every world", marks=NIGHTLY),
+        pytest.param("A learning rate that follows the world", marks=NIGHTLY),
         "Evaluation in the loop, and early stopping",
-        nightly("Curves after a roll-back"),
+        pytest.param("Curves after a roll-back", marks=NIGHTLY),
     ],
 )
 def test_a_recipe_outlives_a_worker(name: str, tmp_path: Path) -> None:

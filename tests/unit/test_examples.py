@@ -133,7 +133,6 @@ def test_program_after_migration(launcher: str, tmp_path: Path) -> None:
     assert "epoch 3 done" in told
 
 
-@pytest.mark.nightly(part="examples")
 def test_the_loop_that_the_readme_shows(tmp_path: Path) -> None:
     (shown,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
     script = tmp_path / "train.py"

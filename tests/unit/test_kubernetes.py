@@ -10,7 +10,7 @@ import yaml
 
 from elastic_etcd import __version__
 from elastic_etcd.agent.config import AgentConfig
-from elastic_etcd.agent.followers.metrics_server import serving
+from elastic_etcd.agent.followers.metrics import serving
 from elastic_etcd.cli import parsers, steer
 from elastic_etcd.core.schema import Limits
 from elastic_etcd.launch import parse

@@ -17,7 +17,7 @@ from elastic_etcd.core.rules import Local
 from elastic_etcd.core.schema import Cause, Limits, Master, Page, Participant, Phase, Round, Spent
 from elastic_etcd.core.view import Narrow, View
 from elastic_etcd.protocol.activity import SIZE, ActivityPage, Doing
-from elastic_etcd.system.memfds import sealed_memfd
+from elastic_etcd.system.kernel import sealed_memfd
 from tests.support.aio import elapse
 
 OWN, OTHER = 0xA, 0xB

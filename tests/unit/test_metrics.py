@@ -15,10 +15,8 @@ import pytest
 from msgspec.structs import replace
 
 from elastic_etcd.agent.config import AgentConfig
-from elastic_etcd.agent.followers import metrics_server
 from elastic_etcd.agent.followers.loop_watchdog import Watchdog
-from elastic_etcd.agent.followers.metrics import Metrics, nodes, unready
-from elastic_etcd.agent.followers.metrics_server import serving
+from elastic_etcd.agent.followers.metrics import Metrics, nodes, serving, unready
 from elastic_etcd.agent.followers.recovery import Recovery
 from elastic_etcd.core.lifecycle import Finished, Life, State, Tick, WorkersDiverged
 from elastic_etcd.core.rules import Local
@@ -195,7 +193,7 @@ def test_a_machine_without_ipv6_has_the_other_one(
 
 
 def test_o9_a_request_has_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_server, "_DEADLINE", 0.5)
+    monkeypatch.setattr("elastic_etcd.agent.followers.metrics._DEADLINE", 0.5)
     with serving(CONFIG) as metrics, ExitStack() as stack:
         slow = connected(stack, metrics.address)
         slow.settimeout(0.05)

@@ -29,7 +29,7 @@ from elastic_etcd.system.child_process import (
     spawn,
     start,
 )
-from elastic_etcd.system.memfds import memfd_with, new_memfd, sealed_memfd
+from elastic_etcd.system.kernel import memfd_with, new_memfd, sealed_memfd
 from elastic_etcd.system.processes import (
     ProcessGroups,
     is_gone,

@@ -13,7 +13,7 @@ from time import monotonic
 from types import FrameType
 from typing import Self
 
-from elastic_etcd.agent.timer import Timer
+from elastic_etcd.agent.inbox import Timer
 
 _DEPTH = 5
 

@@ -20,7 +20,7 @@ from enum import Enum, auto
 from msgspec.structs import replace
 
 from elastic_etcd.agent.followers.recovery import Recovery
-from elastic_etcd.agent.timer import Timer
+from elastic_etcd.agent.inbox import Timer
 from elastic_etcd.agent.workers import Workers
 from elastic_etcd.core.failure_policies import seconds_since_restart
 from elastic_etcd.core.lifecycle import Event, Finished, State

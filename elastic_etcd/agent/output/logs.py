@@ -19,8 +19,8 @@ from string import Template
 from typing import Self
 
 from elastic_etcd.agent.config import LogConfig, StreamChoice, Streams
+from elastic_etcd.agent.inbox import Timer
 from elastic_etcd.agent.output.writer import Output, OutputWriter, open_consoles
-from elastic_etcd.agent.timer import Timer
 from elastic_etcd.errors import UsageError
 
 DEFAULT_TEMPLATE = "[${node} ${rank}]: "

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from time import monotonic
 
-from elastic_etcd.agent.timer import Timer
+from elastic_etcd.agent.inbox import Timer
 
 FULL = 1 << 20  # bytes that wait: from here on the workers' pipes are not read for the moment
 LOST = 1 << 22  # from here on what workers write is dropped

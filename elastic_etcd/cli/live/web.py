@@ -1,26 +1,29 @@
 """The pages of `elastic-etcd serve` and their data, as an ASGI application. It is only read.
 
 Whatever is shown came from others: pages put it in as text, and a strict Content-Security-Policy
-leaves nothing to run but our own script. Loaded with that command only: extra [web].
+leaves nothing to run but our own script. /metrics has the jobs for Prometheus, also when no agent
+is left to tell. Loaded with that command only: extra [web].
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 from contextlib import nullcontext, suppress
 from importlib.resources import files
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from elastic_etcd.cli.live.exposition import exposition
-from elastic_etcd.core.schema import valid_job
+from elastic_etcd.cli import query
+from elastic_etcd.core.schema import seconds_of, valid_job
+from elastic_etcd.protocol.messages import UNCOUNTED
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Iterable
+    from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 
     from starlette.requests import Request
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -48,6 +51,16 @@ _FILES = {
     "page.css": "text/css",
     "page.js": "text/javascript",
     "icon.svg": "image/svg+xml",
+}
+# Those of which agents tell, too, have the same meaning there: agent/followers/metrics.py.
+_GAUGES = {
+    "job_state": "1; what the job does, or how it has ended.",
+    "generation": "The newest generation of the job.",
+    "world_size": "Ranks of the world that trains; 0: none.",
+    "hanging": "1: workers of the job hang now, as far as they were told to; 0: none.",
+    "nodes": "Nodes by state.",
+    "restart_budget_left": "Failures that the job still survives.",
+    "outcome_timestamp_seconds": "When the job has ended, by its outcome, in seconds since 1970.",
 }
 
 
@@ -140,7 +153,7 @@ class _Pages:
 
     async def metrics(self, request: Request) -> Response:
         del request
-        text = exposition(self._jobs.in_short(), etcd_up=self._jobs.away is None)
+        text = _exposition(self._jobs.in_short(), etcd_up=self._jobs.away is None)
         return Response(text, media_type=_METRICS)
 
     async def api_jobs(self, request: Request) -> Response:
@@ -224,3 +237,37 @@ async def _is_set_in(event: asyncio.Event, seconds: float) -> bool:
             return await event.wait()
     except TimeoutError:
         return False
+
+
+def _exposition(jobs: Sequence[dict[str, Any]], *, etcd_up: bool) -> str:
+    """These jobs, as `status.in_short` gives them, in Prometheus' text format."""
+    samples = [sample for short in jobs for sample in _samples(short)]
+    up = "elastic_etcd_etcd_up"
+    text = "1: etcd answers; 0: what is told of jobs is as it was before."
+    lines = [f"# HELP {up} {text}", f"# TYPE {up} gauge", f"{up} {int(etcd_up)}"]
+    for name, text in _GAUGES.items():
+        lines += [f"# HELP elastic_etcd_{name} {text}", f"# TYPE elastic_etcd_{name} gauge"]
+        for job, of, state, value in samples:
+            # Of what can be shown JSON quotes the same characters as Prometheus.
+            quoted = json.dumps(query.in_one_line(state), ensure_ascii=False)
+            more = f",state={quoted}" if state else ""
+            if of == name:
+                lines.append(f'elastic_etcd_{name}{{training_job="{job}"{more}}} {value}')
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _samples(short: dict[str, Any]) -> Iterator[tuple[str, str, str, float]]:
+    """The job, the name, the label `state` and the value of each that there is of a job."""
+    job, state = short["job"], short["state"]
+    yield job, "job_state", state, 1
+    if state not in ("training", "forming", "deserted"):
+        yield job, "outcome_timestamp_seconds", state, seconds_of(short["since"]) or 0
+    if state not in ("training", "forming"):
+        return
+    yield job, "generation", "", short["generation"]
+    yield job, "world_size", "", short["world_size"]
+    yield job, "hanging", "", int(short["hangs_since"] is not None)
+    yield from ((job, "nodes", each, count) for each, count in short["nodes"].items())
+    most = short["limits"]["max_restarts"] if short["limits"] else 0
+    if 0 < most < UNCOUNTED:
+        yield job, "restart_budget_left", "", most - short["restarts"]

@@ -71,7 +71,7 @@ def memory_checkpoint(
     """
     target = _target(step, every, disk, disk_every)
     if target and sharded:
-        from elastic_etcd.train.checkpoint.sharded_checkpoint import ShardedTarget  # noqa: PLC0415 - needs torch's DTensor
+        from elastic_etcd.train.checkpoint.sharded_checkpoint import ShardedTarget  # noqa: PLC0415 - loads the agent's channel
 
         target = ShardedTarget.of(target)
     if target is None:

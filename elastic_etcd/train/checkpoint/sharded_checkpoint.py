@@ -29,8 +29,7 @@ from elastic_etcd.train.checkpoint.checkpoint_folder import (
     give_name,
     memory_of,
 )
-from elastic_etcd.train.collectives import copies, gather, gather_json, rank_and_size
-from elastic_etcd.train.sharded.exchange import exchange
+from elastic_etcd.train.collectives import copies, exchange, gather, gather_json, rank_and_size
 from elastic_etcd.train.sharded.pieces import Place, partners
 from elastic_etcd.train.state.files import flush
 from elastic_etcd.train.state.sync import BUCKET

@@ -1,6 +1,6 @@
 """ElasticIterable: samples that are streamed from files, each once in an epoch over all worlds.
 
-stream_layout.py has the positions of an epoch, and who reads which. Each batch of a loader carries
+shards.py has the positions of an epoch, and who reads which. Each batch of a loader carries
 the position that its worker had reached, so that prefetched ones do not count. docs/stream.md says
 what is guaranteed.
 """
@@ -26,13 +26,15 @@ from elastic_etcd.core.words import counted
 from elastic_etcd.errors import UsageError, WrongHere
 from elastic_etcd.train.collectives import gather, rank_and_size, world_of
 from elastic_etcd.train.data.permutation import Shuffle, order_of
-from elastic_etcd.train.data.shards import TAILS, Tail, refuse_other_data
-from elastic_etcd.train.data.stream_layout import (
+from elastic_etcd.train.data.shards import (
     MOST_FILES,
+    TAILS,
     FileRange,
     Layout,
     Ranges,
+    Tail,
     from_position,
+    refuse_other_data,
 )
 
 _AHEAD = 8  # batches that ranks have ready between two questions whether all have more

@@ -3,15 +3,18 @@
 An epoch's order has the positions 0...length-1. Those that nobody has used yet are a short tuple of
 ranges, normally one: what remains. `Shards` splits it among the ranks, `Cursor` hands one rank's
 shard out, and `Progress` counts what of it has been trained on, from which follows what remains.
-Without I/O and randomness.
+A stream's files lie one after the other in an epoch's order, so that their samples have positions,
+too: `Layout` says which rank and worker reads which. A file of unknown length takes more positions
+than any file has samples. Without I/O and randomness.
 """
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import gcd
 from operator import length_hint
 from typing import Any, Literal, get_args
@@ -24,6 +27,10 @@ from elastic_etcd.train.data.permutation import Order
 Tail = Literal["drop", "pad", "uneven"]
 TAILS: tuple[Tail, ...] = get_args(Tail)
 _FIRST_BLOCK, _BLOCK = 256, 1 << 15  # indices: the first block at once, the others for throughput
+_UNKNOWN = 1 << 40  # positions of a file of unknown length
+MOST_FILES = 1 << 22  # of unknown length: positions are int64
+
+Ranges = tuple[range, ...]
 
 
 @dataclass(frozen=True)
@@ -266,6 +273,73 @@ class Progress:
         return ""
 
 
+@dataclass(frozen=True)
+class FileRange:
+    """Samples start...stop-1 of a file."""
+
+    position: int  # of the first one, in the epoch
+    file: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The files of an epoch and the positions of their samples."""
+
+    order: Sequence[int]  # the files, as numbers
+    lengths: Sequence[int] | None  # by file; None: unknown
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """The first position of each file in the order, and after the last one the end."""
+        lengths = self.lengths
+        sizes = (_UNKNOWN if lengths is None else lengths[file] for file in self.order)
+        return list(accumulate(sizes, initial=0))
+
+    @property
+    def end(self) -> int:
+        """Positions from here on are repetitions from the beginning."""
+        return self.starts[-1]
+
+    def file_ranges(self, ranges: Sequence[range]) -> Iterator[FileRange]:
+        """These positions, file by file."""
+        for part in ranges:
+            position = part.start
+            while position < part.stop:
+                inside = position % self.end
+                place = bisect_right(self.starts, inside) - 1
+                size = min(part.stop - position, self.starts[place + 1] - inside)
+                start = inside - self.starts[place]
+                yield FileRange(position, self.order[place], start, start + size)
+                position += size
+
+    def split(self, ranges: Ranges, parts: int, tail: Tail) -> tuple[list[Ranges], Ranges]:
+        """So many parts of these ranges, and the positions that `tail` gives to nobody.
+
+        Known lengths make parts of one size, but for the tail: see ElasticSampler. Else each has
+        ranges of as many files as any other, or one less.
+        """
+        if self.lengths is None:
+            found = self.file_ranges(ranges)
+            units = [range(f.position, f.position + f.stop - f.start) for f in found]
+            bounds = accumulate(split_evenly(len(units), parts), initial=0)
+            return [merge_ranges(units[start:stop]) for start, stop in pairwise(bounds)], ()
+        total = sum(map(len, ranges))
+        if tail == "pad":
+            added = -total % parts
+            ranges, total = (*ranges, range(self.end, self.end + added)), total + added
+        used = total - total % parts if tail == "drop" else total
+        bounds = accumulate(split_evenly(used, parts), initial=0)
+        parted = [slice_ranges(ranges, *pair) for pair in pairwise(bounds)]
+        return parted, slice_ranges(ranges, used, total)
+
+    def join(self, ranges: Sequence[range]) -> Ranges:
+        """The positions of `ranges` in order, without those that were added from the beginning."""
+        clipped = (range(part.start, min(part.stop, self.end)) for part in ranges)
+        return merge_ranges([part for part in clipped if part])
+
+
 def slots_of(batch_sizes: Sequence[int]) -> tuple[int, ...]:
     """The ranks in the order in which a turn serves them, each as often as its share.
 
@@ -312,6 +386,12 @@ def merge_ranges(ranges: Sequence[range]) -> tuple[range, ...]:
         else:
             merged.append(part)
     return tuple(merged)
+
+
+def from_position(ranges: Ranges, position: int) -> Ranges:
+    """The part of these ranges, which ascend, that lies at the position or after it."""
+    rest = (range(max(part.start, position), part.stop) for part in ranges)
+    return tuple(part for part in rest if part)
 
 
 def pack_ranges(remaining: Sequence[range], length: int) -> tuple[int, list[list[int]]]:

@@ -21,7 +21,14 @@ from torch.distributed.tensor import DTensor
 from elastic_etcd.errors import MalformedState, PiecesLost, WrongHere
 from elastic_etcd.system.kernel import populate
 from elastic_etcd.train.agent_channel import agent
-from elastic_etcd.train.collectives import copies, gather, gather_json, generation, rank_and_size
+from elastic_etcd.train.collectives import (
+    copies,
+    exchange,
+    gather,
+    gather_json,
+    generation,
+    rank_and_size,
+)
 from elastic_etcd.train.sharded.dtensors import (
     local_of,
     memory_for,
@@ -30,7 +37,6 @@ from elastic_etcd.train.sharded.dtensors import (
     sharded_like,
     targets_of,
 )
-from elastic_etcd.train.sharded.exchange import exchange
 from elastic_etcd.train.sharded.pieces import (
     Holder,
     Piece,

@@ -25,14 +25,14 @@ from elastic_etcd.train import sync_point
 from elastic_etcd.train.collectives import World, generation, rank_and_size
 from elastic_etcd.train.data.iterable import ElasticIterable
 from elastic_etcd.train.data.sampler import ElasticSampler
-from elastic_etcd.train.state import agreement, codecs
+from elastic_etcd.train.state import codecs
 from elastic_etcd.train.state.encoding import without_modes
 from elastic_etcd.train.state.replicas import Replicas, Saved
 from elastic_etcd.train.state.snapshot_bytes import Staging, TensorSlice
 from elastic_etcd.train.state.snapshot_format import Draft, Version
 from elastic_etcd.train.state.snapshot_memfds import StateSnapshot
 from elastic_etcd.train.state.snapshot_store import Snapshots
-from elastic_etcd.train.state.steps import CommitEvery, Loops, Steps
+from elastic_etcd.train.state.steps import CommitEvery, Loops, Steps, agree, count_anew, steps_of
 from elastic_etcd.train.state.structure import Structure, refuse_changed, structures_of
 from elastic_etcd.train.state.sync import (
     compare_counts,
@@ -254,7 +254,7 @@ class ElasticState:
         self._at_commit, self._calls = False, 0
         self._begin_step()
         self._loops.interval.begin()
-        agreement.begin()
+        count_anew()
         self._committed_at = sync_point.current().steps
         version = snapshot.header.version
         self._commits = version.counter
@@ -521,9 +521,9 @@ class ElasticState:
         version, samplers = self._snapshots.version(), self._samplers().values()
         uneven = any(sampler.tail == "uneven" for sampler in samplers)  # some ranks step once more
         began = time.monotonic()
-        times = agreement.agree(
+        times = agree(
             version.counter if version else 0,
-            0 if uneven else agreement.steps_of(self._values.values()),
+            0 if uneven else steps_of(self._values.values()),
             self._loops.interval.times(self._calls),
         )
         self._loops.interval.take(times, time.monotonic() - began)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from elastic_etcd.errors import UsageError
-from elastic_etcd.system.memfds import new_memfd
+from elastic_etcd.system.kernel import new_memfd
 from elastic_etcd.times import COPY_PATIENCE
 from elastic_etcd.train.state.snapshot_bytes import digest_of
 from elastic_etcd.train.state.snapshot_format import Header, Version, unpack

@@ -20,8 +20,8 @@ from typing import ClassVar, NamedTuple
 
 from elastic_etcd.core.words import shown
 from elastic_etcd.errors import EtcdUnreachable, StaleGeneration, UsageError, WrongHere
+from elastic_etcd.system.kernel import new_memfd
 from elastic_etcd.system.limits import free_memory
-from elastic_etcd.system.memfds import new_memfd
 from elastic_etcd.times import COPY_PATIENCE
 from elastic_etcd.train.agent_channel import Channel, agent
 from elastic_etcd.train.state import files
