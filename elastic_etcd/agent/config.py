@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from elastic_etcd.core.schema import Limits
     from elastic_etcd.etcd.access import EtcdConfig
 
+# A variable of the command of --health-check: an agent runs it.
+BESIDE_AGENT = "ELASTIC_ETCD_HEALTH_CHECK"
+
 
 class Streams(IntFlag):
     """Which of a worker's output streams; the numbers are torchrun's."""

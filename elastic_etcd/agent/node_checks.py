@@ -20,15 +20,15 @@ from typing import Any
 
 from elastic_etcd import children
 from elastic_etcd.agent.address import find_address, is_link_up
-from elastic_etcd.agent.config import AgentConfig
+from elastic_etcd.agent.config import BESIDE_AGENT, AgentConfig
 from elastic_etcd.agent.devices import are_visible
-from elastic_etcd.agent.fitness import BESIDE_AGENT, run
 from elastic_etcd.core import words
 from elastic_etcd.core.txn import Get, Put, Snapshot, Txn
 from elastic_etcd.errors import ElasticEtcdError, EtcdError
 from elastic_etcd.etcd.access import EtcdConfig
 from elastic_etcd.etcd.client import Client
 from elastic_etcd.etcd.mirror import first
+from elastic_etcd.system.child_process import run_briefly
 from elastic_etcd.system.limits import UNKNOWN, free_memory, free_processes
 from elastic_etcd.system.threads import in_thread
 from elastic_etcd.times import HEALTH_TIMEOUT, LOOK_UP
@@ -89,7 +89,7 @@ def measured(asked: dict[str, dict[str, Any]]) -> list[CheckResult]:
     """Ask the program. Raises OSError if no process is to be had."""
     python = os.environ.get("PYTHON_EXEC", sys.executable)  # as the workers, for its torch
     limit = _WITH_TORCH if "devices" in asked else _MEASURED
-    code, said = run([python, str(_PROGRAM), json.dumps(asked)], limit)
+    code, said = run_briefly([python, str(_PROGRAM), json.dumps(asked)], limit)
     found = [] if "devices" in asked else [CheckResult("devices", "no GPU is visible")]
     for line in said.splitlines():
         with suppress(ValueError, TypeError, LookupError):  # a library may say something, too

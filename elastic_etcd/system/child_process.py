@@ -19,10 +19,15 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict, Unpack
 
-from elastic_etcd.system.kernel import NO_DESCRIPTOR, OPEN_AGAIN, childrens_descriptor_limit
+from elastic_etcd.system.kernel import (
+    NO_DESCRIPTOR,
+    OPEN_AGAIN,
+    childrens_descriptor_limit,
+    new_memfd,
+)
 from elastic_etcd.system.processes import open_pidfd, signal_group, signal_pidfd, wait_until_gone
 from elastic_etcd.system.threads import start_thread
-from elastic_etcd.times import CHILD_GONE, NOTHING_FREE
+from elastic_etcd.times import CHILD_GONE, KILLED, NOTHING_FREE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -31,6 +36,7 @@ _TRAMPOLINE = str(Path(__file__).with_name("trampoline.py"))
 # A dead child that is being debugged can't be reaped until the debugger has seen its end.
 _REAP_AGAIN = 0.05
 _TAIL = 1 << 13  # bytes of a line that are kept
+_END_OF_OUTPUT = 1 << 16  # bytes of it
 
 log = logging.getLogger(__name__)
 
@@ -255,6 +261,27 @@ def _killed(process: Process) -> int:
     pidfd = open_pidfd(process.pid)
     signal_pidfd(pidfd, signal.SIGKILL)
     return pidfd
+
+
+def run_briefly(command: Sequence[str], timeout: float, **variables: str) -> tuple[int | None, str]:
+    """A command's exit code, None if it was killed after so many seconds, and its output's end.
+
+    It writes into memory: the end of a pipe comes with the last process that it has left running.
+    Raises OSError if no process is to be had.
+    """
+    code = None
+    with os.fdopen(new_memfd("elastic_etcd-check"), "rb") as said:
+        process = spawn(command, os.environ | variables, stdout=said.fileno(), stderr=said.fileno())
+        try:
+            code = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            signal_group(process.pid, signal.SIGKILL)
+            try:
+                process.wait(KILLED)
+            except subprocess.TimeoutExpired:  # it hangs in a driver: nobody waits for its end
+                process.returncode = -signal.SIGKILL
+        said.seek(max(0, said.seek(0, os.SEEK_END) - _END_OF_OUTPUT))
+        return code, said.read().decode(errors="replace")
 
 
 class LastWords:

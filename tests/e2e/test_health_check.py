@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_etcd.agent import fitness
 from elastic_etcd.agent.followers import health_check
+from elastic_etcd.system import child_process
 from tests.support.etcd import EtcdServer
 from tests.support.job import Job
 from tests.support.residue import keys
@@ -88,7 +88,7 @@ def test_a_command_that_cannot_be_killed_is_no_word_for_the_node(
 ) -> None:
     """As one that hangs in a driver."""
     monkeypatch.setattr(health_check, "HEALTH_TIMEOUT", 0.5)
-    monkeypatch.setattr(fitness, "signal_group", lambda *_: False)
+    monkeypatch.setattr(child_process, "signal_group", lambda *_: False)
     why = asyncio.run(health_check._unfit("sleep 4"))
     assert why.startswith("--health-check sleep has not ended in ")
 

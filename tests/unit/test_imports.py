@@ -348,7 +348,7 @@ def test_a_worker_does_without_numpy_as_torch_does() -> None:
             {
                 *("torch", "numpy", "rich", "prometheus_client"),
                 *("http.client", "hashlib"),
-                *("elastic_etcd.agent.goodput", "elastic_etcd.agent.fitness"),
+                *("elastic_etcd.agent.goodput", "elastic_etcd.agent.followers.health_check"),
             },
         ),
         ("elastic_etcd.core.rules", {"grpc", "asyncio", "logging"}),
