@@ -50,7 +50,7 @@ class Use(Enum):
 
 @dataclass(frozen=True)
 class Stretch:
-    """One use of this node's time, and when it began."""
+    """A stretch of a node's time: its use, and when it began."""
 
     use: Use
     since: float
@@ -81,7 +81,7 @@ class TimeAccounting:
         return self._spent.plus(Spent(worlds=0)) if generation == self._generation else None
 
     def see(self, before: State, event: Event, state: State) -> None:
-        """Take note of the agent's new state, which may lead over several uses."""
+        """Take note of the agent's new state, which may lead over several stretches."""
         del event
         self._state, now = state, self._loop.time()
         while (at := self._next(before, now)) is not self._at:
@@ -155,7 +155,7 @@ class TimeAccounting:
             self._looking.start(pause, self._look_for_step)
 
     def _look(self, now: float) -> Stretch:
-        """Where the workers are that have begun."""
+        """See how far the workers are."""
         at, pages = self._at, self._activities()
         if at.use is Use.START and pages and all(p.doing is not Doing.STARTING for p in pages):
             entered = max(at.since, now - min(page.since_init for page in pages))
