@@ -113,6 +113,11 @@ def test_a_full_disk_and_one_that_is_not_there_are_told(tmp_path: Path) -> None:
         )
 
 
+def test_a_log_dir_that_is_dev_null_is_no_disk() -> None:
+    given = node_checks.NodeFlags(1, os.devnull, "/var/tmp", None, "/elastic-etcd", 5.0)
+    assert "disk of --log-dir" not in node_checks._questions(given, None)
+
+
 def test_a_disk_that_stands_still_hides_no_other_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

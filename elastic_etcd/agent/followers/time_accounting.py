@@ -1,12 +1,21 @@
 """The time accounting of this node's worlds, for the job's history and for --metrics-addr.
 
 It reads the workers' pages when a world begins and when it ends, and not while it trains. All
-times are of this agent's clock.
+times are of this agent's clock. The uses of a node's time::
+
+      others begin, and end                  ee.run         it is done
+    OTHERS <----> APART --> START -------> FIRST_STEP -------> TRAINED
+                    ^         |                |                  |
+                    |         +----------------+------------------+
+      workers are gone        | the world is over                 | it has finished
+                    +------- STOP              DONE: like APART, while others train on
 """
 
 import asyncio
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
 
 from msgspec.structs import replace
 
@@ -27,6 +36,28 @@ _FINER = 0.1  # than so much of what is measured
 _NO_STEP = frozenset((Doing.COMMIT, Doing.SAVE, Doing.QUIET))  # and training all the same
 
 
+class Use(Enum):
+    """A use of a node's time."""
+
+    APART = auto()  # the way to a world
+    OTHERS = auto()  # a world without this node
+    START = auto()  # of its workers
+    FIRST_STEP = auto()  # in all of them
+    TRAINED = auto()
+    STOP = auto()  # of its workers
+    DONE = auto()
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A stretch of a node's time: its use, and when it began."""
+
+    use: Use
+    since: float
+    after: "Stretch | None" = None  # START, before FIRST_STEP; before STOP, what was under way
+    other: Round | None = None  # of OTHERS
+
+
 class TimeAccounting:
     """Accounts for one world after the other, and for each `recovery` in between."""
 
@@ -35,15 +66,9 @@ class TimeAccounting:
         self._workers = workers
         self._loop = asyncio.get_running_loop()
         self._state = State(Local(run=""), 0)
-        self._since = self._loop.time()  # when began what is under way
+        self._at = Stretch(Use.APART, self._loop.time())
         self._generation = 0  # of the world that has ended last
         self._spent = Spent()  # on it, or on the one that trains
-        self._other: Round | None = None  # a world that trains without this node
-        self._began = self._ended = 0.0
-        self._trains = False  # here
-        self._finished = False  # and was done with it
-        self._started = False
-        self._first: float | None = None  # when the first step of the world was done
         self._last: float | None = None  # when the newest step here was done, in any world
         self._commits = False  # ever
         self._looking = Timer()
@@ -56,66 +81,57 @@ class TimeAccounting:
         return self._spent.plus(Spent(worlds=0)) if generation == self._generation else None
 
     def see(self, before: State, event: Event, state: State) -> None:
-        """Take note of the agent's new state."""
+        """Take note of the agent's new state, which may lead over several stretches."""
         del event
-        self._state = state
-        was, own, now = before.local, state.local, self._loop.time()
-        if own.lease and not was.lease and not was.ran and not self._other:
-            self._since = now
-        over = own.stopping or not own.running or isinstance(state.result, Finished)
-        if self._trains and over:
-            self._end_world(was.running, now)
-        elif self._finished and (final := _final(before)) and final.generation == self._generation:
-            self._spent = replace(self._spent, trained=self._spent.trained + now - self._since)
-            self._since = now  # the others have trained on
-        if was.running and not own.running:
-            ended = replace(self._spent, stop=now - self._since)
-            self._spent = ended if self._finished else self._measured(now)
-            self._since = now
-            self.recovery.pass_phase("stop", now)
-        if own.running and own.running != was.running:
-            self._begin_world(now)
-        if not own.running:
-            self._follow_others(now)
-
-    def _follow_others(self, now: float) -> None:
-        """A world without this node's workers; of that only its seconds are known."""
-        if is_spare(self._state):
+        self._state, now = state, self._loop.time()
+        while (at := self._next(before, now)) is not self._at:
+            self._at = at
+        if not state.local.running and is_spare(state):
             self.recovery.forget()
-        if self._state.view is None:  # it joins again
-            return
-        final = _final(self._state)
-        if final and final.generation == self._generation:
-            final = None
-        if final and not _is_known(self._state.view, final):
-            return  # it may be this node's
-        before, self._other = self._other, final
-        if before and (final is None or final.generation != before.generation):
-            self._generation = before.generation
-            self._spent = Spent(planned=int(before.planned), unknown=now - self._since)
-            self._since = now
-        if final and (before is None or before.generation != final.generation):
-            self._since = now
 
-    # --- a world of this node's -----------------------------------------------------------
+    def _next(self, before: State, now: float) -> Stretch:
+        """The stretch that follows on the one of now, or that one itself."""
+        at, was, own, view = self._at, before.local, self._state.local, self._state.view
+        over = own.stopping or not own.running or isinstance(self._state.result, Finished)
+        begins = not over and own.running != was.running
+        last, final = _final(before), _final(self._state)
+        new = final.generation if final else 0
+        known = not own.running and view and (final is None or _is_known(view, final))
+        match at.use:
+            case Use.START | Use.FIRST_STEP | Use.TRAINED:
+                at = self._end_world(was.running, now) if over else at
+            case Use.STOP if at.after and not own.running:
+                self._spent = self._measured(at.after, at.since, now)
+                self.recovery.pass_phase("stop", now)
+                at = Stretch(Use.APART, now)
+            case Use.DONE if at.since < now and last and last.generation == self._generation:
+                self._spent = replace(self._spent, trained=self._spent.trained + now - at.since)
+                at = Stretch(Use.DONE, now)  # the others have trained on
+            case Use.DONE if at.since < now and was.running and not own.running:
+                self._spent = replace(self._spent, stop=now - at.since)
+                at = Stretch(Use.DONE, now)
+            case Use.APART if at.since < now and own.lease and not was.lease and not was.ran:
+                at = Stretch(Use.APART, now)
+            case _ if begins and view and view.round:
+                at = self._begin_world(view, view.round, now)
+            case Use.APART | Use.DONE if known and final and new != self._generation:
+                at = Stretch(Use.OTHERS, now, other=final)
+            case Use.OTHERS if known and at.other and new != at.other.generation:
+                self._generation = at.other.generation  # only its seconds are known
+                self._spent = Spent(planned=int(at.other.planned), unknown=now - at.since)
+                at = Stretch(Use.APART, now)
+        return at
 
-    def _begin_world(self, now: float) -> None:
-        assert self._state.view
-        begun = self._state.view.round
-        assert begun
-        self._tell_world(begun, now)
+    def _begin_world(self, view: View, begun: Round, now: float) -> Stretch:
+        self._tell_world(view, begun, now)
         self.recovery.begin_world(begun.cause, now)
-        self._other = None
-        self._spent = Spent(planned=int(begun.planned), rendezvous=now - self._since)
-        self._since = self._began = now
-        self._trains, self._started, self._first = True, False, None
-        self._finished = False
-        self._look_later(now)
+        self._spent = Spent(planned=int(begun.planned), rendezvous=now - self._at.since)
+        self._looking.start(_SOONEST, self._look_for_step)
+        return Stretch(Use.START, now)
 
-    def _tell_world(self, begun: Round, now: float) -> None:
+    def _tell_world(self, view: View, begun: Round, now: float) -> None:
         """The line of a change: why, this node's place, and what it has cost until now."""
-        view, limits = self._state.view, self._state.limits
-        part = view.part(self._state.local.lease) if view else None
+        part, limits = view.part(self._state.local.lease), self._state.limits
         if part is None or limits is None:
             return
         last = part.first_rank + part.nproc - 1
@@ -132,77 +148,61 @@ class TimeAccounting:
     def _look_for_step(self) -> None:
         """Look for the first step again and again, the less often the longer it takes."""
         now = self._loop.time()
-        self._look_now(now)
-        if self._first is None:
-            self._look_later(now)
+        self._at = self._look(now)
+        if self._at.use is not Use.TRAINED:
+            began = (self._at.after or self._at).since
+            pause = min(max(_SOONEST, _FINER * (now - began)), _LATEST)
+            self._looking.start(pause, self._look_for_step)
 
-    def _look_later(self, now: float) -> None:
-        pause = min(max(_SOONEST, _FINER * (now - self._began)), _LATEST)
-        self._looking.start(pause, self._look_for_step)
-
-    def _look_now(self, now: float) -> None:
-        pages = self._activities()
-        if not self._started and pages and all(page.doing is not Doing.STARTING for page in pages):
-            self._started = True
-            entered = max(self._since, now - min(page.since_init for page in pages))
-            self._spent = replace(self._spent, start=entered - self._since)
-            self._since = entered
+    def _look(self, now: float) -> Stretch:
+        """See how far the workers are."""
+        at, pages = self._at, self._activities()
+        if at.use is Use.START and pages and all(p.doing is not Doing.STARTING for p in pages):
+            entered = max(at.since, now - min(page.since_init for page in pages))
+            self._spent = replace(self._spent, start=entered - at.since)
             self.recovery.pass_phase("start", entered)
-        if pages and all(page.steps for page in pages):
+            at = Stretch(Use.FIRST_STEP, entered, after=at)
+        if at.use is not Use.TRAINED and pages and all(page.steps for page in pages):
             pause = now - self._last if self._last is not None else 0.0
-            self._spent = replace(self._spent, first_step=now - self._since, pause=pause)
-            self._first = self._since = now
+            self._spent = replace(self._spent, first_step=now - at.since, pause=pause)
             self.recovery.train(now)
+            at = Stretch(Use.TRAINED, now)
+        return at
 
-    def _end_world(self, generation: int, now: float) -> None:
+    def _end_world(self, generation: int, now: float) -> Stretch:
         self._looking.cancel()
-        if self._first is None:
-            self._look_now(now)
-        self._trains, self._generation, self._ended = False, generation, now
-        self._finished = isinstance(self._state.result, Finished)
-        self._spent = self._measured(now)
-        if self._finished:
-            self._since = now
-        idle = now - _trained_until(self._activities(), now, now)
-        if self._finished:
+        at, self._generation = self._look(now), generation
+        if isinstance(self._state.result, Finished):
             self.recovery.forget()
-        else:
-            self.recovery.end_world(now, idle)
+            self._spent = self._measured(at, now, now, finished=True)
+            return Stretch(Use.DONE, now)
+        self.recovery.end_world(now, now - _trained_until(self._activities(), now, now))
+        self._spent = self._measured(at, now, now)
+        return Stretch(Use.STOP, now, after=at)
 
-    def _measured(self, now: float) -> Spent:
-        """On the world that has ended, of which some workers may still run."""
-        pages, end, finished = self._activities(), self._ended, self._finished
-        if self._first is None:
-            return self._without_step(end - self._since, finished=finished, stop=now - end)
-        last = end if finished else max(self._first, _trained_until(pages, now, end))
+    def _measured(self, at: Stretch, end: float, now: float, *, finished: bool = False) -> Spent:
+        """On the world that has ended in that stretch; some workers may still run."""
+        if at.use is not Use.TRAINED:  # done, or steps that nobody sees, or a bad start
+            start = "unknown" if self._last is None else "start"
+            part = "first_step" if at.use is Use.FIRST_STEP else start
+            seconds = {"trained" if finished else part: end - at.since}
+            return replace(self._spent, stop=now - end, **seconds)
+        pages = self._activities()
+        last = end if finished else max(at.since, _trained_until(pages, now, end))
         self._last = last
-        commits = [page for page in pages if page.commits]
+        commits = [page.since_commit for page in pages if page.commits]
         self._commits = self._commits or bool(commits)
-        trained, again = last - self._first, 0.0
-        if commits and not finished:
-            again = min(trained, max(0.0, min(page.since_commit for page in commits) - now + last))
-        elif self._commits and not finished:
-            again = trained
+        trained = last - at.since
+        lost = max(0.0, min(commits) - now + last) if commits else trained
         return replace(
             self._spent,
             steps=min(page.steps for page in pages),
             commits=max(page.commits for page in pages),
             trained=trained,
-            again=again,
+            again=min(trained, lost) if self._commits and not finished else 0.0,
             detect=max(0.0, end - last),
             stop=now - max(end, last),
         )
-
-    def _without_step(self, seconds: float, *, finished: bool, stop: float) -> Spent:
-        """On a world that is done, on a script whose steps nobody sees, or on a bad start."""
-        spent = replace(self._spent, stop=stop)
-        if finished:
-            return replace(spent, trained=seconds)
-        if self._last is None and not self._started:
-            return replace(spent, unknown=seconds)
-        if self._started:
-            return replace(spent, first_step=seconds)
-        return replace(spent, start=seconds)
 
     def _activities(self) -> list[Activity]:
         return [page.read() for page in self._workers.pages]
@@ -223,16 +223,13 @@ def _final(state: State) -> Round | None:
 
 def is_spare(state: State) -> bool:
     """Whether a world trains that has no place for this node."""
-    own, view = state.local, state.view
-    now = view.round if view else None
-    if view is None or now is None or now.phase is not Phase.FINAL:
+    own, view, final = state.local, state.view, _final(state)
+    if view is None or final is None or view.part(own.lease):
         return False
-    is_out = view.part(own.lease) is None
-    return _is_known(view, now) and own.acked == now.generation and is_out
+    return _is_known(view, final) and own.acked == final.generation
 
 
 def _is_known(view: View, final: Round) -> bool:
     """Whether it is known who is in this world: a page may come after its round."""
-    if view.page:
-        return view.page.generation == final.generation
-    return len(view.world) == final.nodes
+    page = view.page
+    return page.generation == final.generation if page else len(view.world) == final.nodes
