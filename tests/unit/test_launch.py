@@ -9,6 +9,7 @@ import subprocess
 import sys
 from argparse import Action, ArgumentParser
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -136,11 +137,6 @@ def test_the_workers_command_is_torchruns(
     assert launch.parse(argv, env).argv == (command, *arguments)
 
 
-def test_run_path_takes_this_python(parse: Parse) -> None:
-    config = parse("--run-path", "--no-python", PYTHON_EXEC="/bin/sh")
-    assert config.argv == (sys.executable, "-u", "train.py")
-
-
 def test_local_rank_is_filled_in_as_by_torchrun() -> None:
     from torch.distributed.elastic.utils import macros
 
@@ -171,17 +167,67 @@ def test_every_pet_variable_of_torchrun_is_read(torchrun: ArgumentParser, parse:
         assert vars(args) != vars(plain) or value == same.get(action.dest), action.dest
 
 
-def test_r7_whoever_is_cut_off_has_the_lease_s_time_to_stop(parse: Parse) -> None:
-    assert parse().limits.cut_off is None
-    assert parse("--when-cut-off=train-on").limits.cut_off is None
-    assert parse("--when-cut-off=stop", "--lease-ttl=9").limits.cut_off == 9
-    assert parse(PET_WHEN_CUT_OFF="stop").limits.cut_off == parse().lease_ttl
+RUN_PATH = ("--run-path", "--no-python")
+RDZV_CONF = ("--rdzv-conf", "join_timeout=30, last_call_timeout=5,is_host=1")
+TIMERS = {"TORCHELASTIC_TIMER_FILE": "/tmp/timers"}
+SLURM = {"SLURMD_NODENAME": "gpu7"}
+STOP_TIME = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "12"}
 
 
-def test_r20_a_job_is_run_again_when_that_is_said(parse: Parse) -> None:
-    assert not parse().rerun
-    assert parse("--rerun").rerun
-    assert parse(PET_RERUN="1").rerun
+@pytest.mark.parametrize(
+    ("argv", "env", "field", "value"),
+    [
+        # Whoever is cut off has the lease's time to stop.
+        ((), {}, "limits.cut_off", None),
+        (("--when-cut-off=train-on",), {}, "limits.cut_off", None),
+        (("--when-cut-off=stop", "--lease-ttl=9"), {}, "limits.cut_off", 9),
+        ((), {"PET_WHEN_CUT_OFF": "stop"}, "limits.cut_off", AgentConfig.lease_ttl),
+        # A job that is over is run again when that is said.
+        ((), {}, "rerun", False),
+        (("--rerun",), {}, "rerun", True),
+        ((), {"PET_RERUN": "1"}, "rerun", True),
+        (("--start-method=prefork",), {}, "prefork", True),
+        (("--start-method=forkserver",), {}, "prefork", True),
+        (("--start-method=exec",), {}, "prefork", False),
+        (RUN_PATH, {}, "prefork", True),
+        (RUN_PATH, {"PYTHON_EXEC": "/bin/sh"}, "argv", (sys.executable, "-u", "train.py")),
+        ((), {}, "preload", ()),
+        (("--preload=a,b.c", "--preload", "d"), {}, "preload", ("a", "b.c", "d")),
+        (
+            ("--signals-to-handle", "SIGTERM, SIGUSR1,SIGTERM"),
+            {},
+            "signals",
+            (signal.SIGTERM, signal.SIGUSR1),
+        ),
+        # A node has peers where there are others, or they know its job.
+        (("--etcd=e:1", "--job=j"), {}, "has_peers", True),
+        (("--nnodes=1:2",), {}, "has_peers", True),
+        (("--etcd=e:1",), {}, "has_peers", False),
+        (("--standalone", "--job=j"), {}, "has_peers", False),
+        (RDZV_CONF, {}, "limits.join_timeout", 30),
+        (RDZV_CONF, {}, "limits.settle", 5),
+        (("--rdzv-conf", "timeout=30", "--join-timeout=8"), {}, "limits.join_timeout", 8),
+        ((), STOP_TIME, "shutdown_timeout", 12),
+        (("--shutdown-timeout=3",), STOP_TIME, "shutdown_timeout", 3),
+        # torch's file timers are served where its variable says so.
+        ((), {"TORCHELASTIC_ENABLE_FILE_TIMER": "1"}, "timer_file", ""),
+        ((), {"TORCHELASTIC_ENABLE_FILE_TIMER": "1"} | TIMERS, "timer_file", "/tmp/timers"),
+        ((), {"TORCHELASTIC_ENABLE_FILE_TIMER": "0"} | TIMERS, "timer_file", None),
+        ((), TIMERS, "timer_file", None),
+        ((), {"LOGLEVEL": "warning"}, "log_level", "WARNING"),
+        ((), {"LOGLEVEL": "chatty"}, "log_level", "INFO"),
+        (("--log-level=error",), {"LOGLEVEL": "debug"}, "log_level", "ERROR"),
+        # A node is called as in Slurm.
+        ((), {}, "node", os.uname().nodename),
+        ((), SLURM, "node", "gpu7"),
+        ((), SLURM | {"PET_NODE_NAME": "a"}, "node", "a"),
+        (("--node-name", "b"), SLURM, "node", "b"),
+    ],
+)
+def test_what_flags_and_variables_give(
+    parse: Parse, argv: tuple[str, ...], env: dict[str, str], field: str, value: object
+) -> None:
+    assert attrgetter(field)(parse(*argv, **env)) == value
 
 
 def test_pet_variables(parse: Parse) -> None:
@@ -295,37 +341,8 @@ def test_defaults(parse: Parse) -> None:
     assert config.log.redirects == StreamChoice(Streams.NONE)
 
 
-@pytest.mark.parametrize(
-    ("argv", "prefork"),
-    [
-        (["--start-method=prefork"], True),
-        (["--start-method=forkserver"], True),
-        (["--start-method=exec"], False),
-        (["--run-path", "--no-python"], True),
-    ],
-)
-def test_start_method(parse: Parse, argv: list[str], *, prefork: bool) -> None:
-    assert parse(*argv).prefork is prefork
-
-
-@pytest.mark.parametrize(
-    ("argv", "preload"),
-    [
-        ([], ()),
-        (["--preload=a,b.c", "--preload", "d"], ("a", "b.c", "d")),
-    ],
-)
-def test_preload(parse: Parse, argv: list[str], preload: tuple[str, ...]) -> None:
-    assert parse(*argv).preload == preload
-
-
 def test_a_program_that_is_not_python_is_not_preforked(script: str) -> None:
     assert not launch.parse(["--no-python", "true"], {"PATH": "/usr/bin:/bin"}).prefork
-
-
-def test_signals(parse: Parse) -> None:
-    config = parse("--signals-to-handle", "SIGTERM, SIGUSR1,SIGTERM")
-    assert config.signals == (signal.SIGTERM, signal.SIGUSR1)
 
 
 @pytest.mark.parametrize("endpoint", ["localhost:0", "127.0.0.1:0", "[::1]:0"])
@@ -351,19 +368,6 @@ def test_job_id_is_needed_where_others_must_know_it(parse: Parse) -> None:
     assert parse("--nnodes=2").job.startswith("run-")  # an embedded etcd prints it
     with pytest.raises(UsageError, match="Add --job ID"):
         parse("--nnodes=2", ETCDCTL_ENDPOINTS="e:1")
-
-
-def test_a_node_has_peers_where_there_are_others_or_they_know_its_job(parse: Parse) -> None:
-    assert parse("--etcd=e:1", "--job=j").has_peers
-    assert parse("--nnodes=1:2").has_peers
-    assert not parse("--etcd=e:1").has_peers
-    assert not parse("--standalone", "--job=j").has_peers
-
-
-def test_rdzv_conf(parse: Parse) -> None:
-    config = parse("--rdzv-conf", "join_timeout=30, last_call_timeout=5,is_host=1")
-    assert (config.limits.join_timeout, config.limits.settle) == (30, 5)
-    assert parse("--rdzv-conf", "timeout=30", "--join-timeout=8").limits.join_timeout == 8
 
 
 @pytest.mark.parametrize(
@@ -397,11 +401,6 @@ def test_g3_the_others_wait_for_who_has_to_park(
     assert config.limits.patience == longest + config.kill_timeout + STOP_PATIENCE
 
 
-def test_shutdown_timeout_from_torchs_variable(parse: Parse) -> None:
-    assert parse(TORCH_ELASTIC_SHUTDOWN_TIMEOUT="12").shutdown_timeout == 12
-    assert parse("--shutdown-timeout=3", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="12").shutdown_timeout == 3
-
-
 def test_health_checks_port_from_torchs_variable(
     parse: Parse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -415,20 +414,6 @@ def test_health_checks_port_from_torchs_variable(
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     assert parse(**port).metrics_addr is None, "a platform may set it for jobs that have no extra"
     assert [line for line in remarks(**port) if "elastic_etcd[metrics]" in line]
-
-
-def test_torchs_file_timers_are_served_where_its_variable_says_so(parse: Parse) -> None:
-    at = {"TORCHELASTIC_TIMER_FILE": "/tmp/timers"}
-    assert parse(TORCHELASTIC_ENABLE_FILE_TIMER="1").timer_file == ""
-    assert parse(TORCHELASTIC_ENABLE_FILE_TIMER="1", **at).timer_file == "/tmp/timers"
-    for other in ({}, {"TORCHELASTIC_ENABLE_FILE_TIMER": "0"}):
-        assert parse(**other, **at).timer_file is None
-
-
-def test_log_level(parse: Parse) -> None:
-    assert parse(LOGLEVEL="warning").log_level == "WARNING"
-    assert parse(LOGLEVEL="chatty").log_level == "INFO"
-    assert parse("--log-level=error", LOGLEVEL="debug").log_level == "ERROR"
 
 
 def remarks(*argv: str, **env: str) -> list[str]:
@@ -515,10 +500,3 @@ def test_o2_json_is_an_object_a_line() -> None:
         {"level": "info", **names, "message": "1 node"},
         {"level": "warning", **names, "message": "it\nburns \x1b[2J"},
     ]
-
-
-def test_a_node_is_called_as_in_slurm(parse: Parse) -> None:
-    assert parse().node == os.uname().nodename
-    assert parse(SLURMD_NODENAME="gpu7").node == "gpu7"
-    assert parse(SLURMD_NODENAME="gpu7", PET_NODE_NAME="a").node == "a"
-    assert parse("--node-name", "b", SLURMD_NODENAME="gpu7").node == "b"
