@@ -40,36 +40,6 @@ from elastic_etcd.agent.membership import Membership
 from elastic_etcd.agent.output.logs import LogHandler, Logs
 from elastic_etcd.agent.workers import Workers
 from elastic_etcd.core import invariants, lifecycle, requests
-from elastic_etcd.core.lifecycle import (
-    Action,
-    Ending,
-    Error,
-    Event,
-    Exit,
-    Failed,
-    Fatal,
-    Grace,
-    JobEnded,
-    LeaseLost,
-    Left,
-    Life,
-    Log,
-    Outdated,
-    Over,
-    Publish,
-    Published,
-    Rejoin,
-    Relist,
-    Relisted,
-    SetTimer,
-    Signalled,
-    StartWorkers,
-    State,
-    StopWorkers,
-    Tick,
-    ViewChanged,
-    Write,
-)
 from elastic_etcd.core.peers import is_left
 from elastic_etcd.core.rules import Ack, Decision, Freeze, Local, Verdict, Wait
 from elastic_etcd.core.schema import (
@@ -321,15 +291,15 @@ class Agent:
         self._workers = workers
         self._followers = (membership, *followers)
         self._timer = Timer()
-        self._state = State(Local(run=""), config.nproc)
-        self._failed: Failed | None = None  # the failure that is logged
-        self._told: Failed | None = None  # and the one, with its cause, although etcd is silent
+        self._state = lifecycle.State(Local(run=""), config.nproc)
+        self._failed: lifecycle.Failed | None = None  # the failure that is logged
+        self._told: lifecycle.Failed | None = None  # with its cause, although etcd is silent
         self._has_namesake = False  # as was told
         self._waits_since: float | None = None  # for a world to begin
         self._reminder = Timer()
         self._recorder = FlightRecorder()
         self._error: Exception | None = None  # the first one
-        self._exit: Exit | None = None
+        self._exit: lifecycle.Exit | None = None
         self._at_once = self._loop.create_future()  # the exit code for which a second signal asks
         self._first = False  # its workers of the last world had rank 0
         self._asked_at: float | None = None  # when a signal first told it to leave
@@ -399,29 +369,29 @@ class Agent:
                 began = time.thread_time()
                 view = self._membership.view()
                 if view is not None:
-                    await self._step(ViewChanged(view))
+                    await self._step(lifecycle.ViewChanged(view))
                 self._inbox.rest(time.thread_time() - began)
             case FatalError(error):
                 self._error = self._error or error
-                await self._step(Fatal(Error(str(error))))
+                await self._step(lifecycle.Fatal(lifecycle.Error(str(error))))
             case Unkillable():
-                self._exit = Exit(self._give_up_waiting())
+                self._exit = lifecycle.Exit(self._give_up_waiting())
             case Notice():
                 self._take_notice(incoming)
             case _:
                 await self._step(incoming)
 
-    def _give_up_waiting(self) -> Ending:
+    def _give_up_waiting(self) -> lifecycle.Ending:
         """End beside processes that don't; a job that is over stays as it was."""
         text = "workers are still there long after SIGKILL (a hung driver or file system?)"
-        if isinstance(self._state.ending, Over):
+        if isinstance(self._state.ending, lifecycle.Over):
             log.warning("%s; this node ends without them", text)
             return self._state.ending
         self._error = ElasticEtcdError(f"{text}; this node leaves the job")
-        return Error(str(self._error))
+        return lifecycle.Error(str(self._error))
 
-    async def _step(self, event: Event) -> None:
-        if isinstance(event, Relisted) and event.created:
+    async def _step(self, event: lifecycle.Event) -> None:
+        if isinstance(event, lifecycle.Relisted) and event.created:
             log.warning("this node's key is back; others have %.0f s for theirs", event.patience)
         before, now = self._state, self._loop.time()
         step = self._recorder.record(before, now, event)
@@ -429,7 +399,10 @@ class Agent:
         if log.isEnabledFor(logging.DEBUG):
             broken = invariants.violated(self._state, step.actions)
             assert not broken, broken
-        if isinstance(event, LeaseLost) and self._state.life is not Life.UNLISTED:
+        if (
+            isinstance(event, lifecycle.LeaseLost)
+            and self._state.life is not lifecycle.Life.UNLISTED
+        ):
             log.warning("the lease is lost: %s", event.reason)
         if self._state.local.leaving and not before.local.leaving:
             self._note_departure()
@@ -438,7 +411,7 @@ class Agent:
             follower.see(before, event, self._state)
         for action in step.actions:
             self._do(action)
-        if self._state.local.lease and self._state.life is not Life.ENDED:
+        if self._state.local.lease and self._state.life is not lifecycle.Life.ENDED:
             await self._membership.cover(lifecycle.coverage(self._state))
 
     def _tell_failure(self) -> None:
@@ -447,7 +420,7 @@ class Agent:
         Others have told a hang; one whose generation is over already is most likely its victim.
         """
         result = self._state.result
-        if not isinstance(result, Failed):
+        if not isinstance(result, lifecycle.Failed):
             return
         silent = self._state.silent_since is not None
         new, self._failed = result is not self._failed, result
@@ -484,33 +457,33 @@ class Agent:
         else:
             self._membership.join(run="", last=0)
 
-    def _do(self, action: Action) -> None:
+    def _do(self, action: lifecycle.Action) -> None:
         match action:
-            case Write():
+            case lifecycle.Write():
                 self._begin_write(action)
-            case Publish():
+            case lifecycle.Publish():
                 self._tasks.create(self._publish(action))
-            case StartWorkers(now, part):
+            case lifecycle.StartWorkers(now, part):
                 self._reminder.cancel()
                 self._waits_since = None
                 self._first = part.group_rank == 0
                 self._tell_namesake(part)
                 self._workers.start(now, part, self._limits)
-            case StopWorkers():
+            case lifecycle.StopWorkers():
                 self._stop(action)
-            case Rejoin():
+            case lifecycle.Rejoin():
                 log.info("joining again as another member")
                 self._membership.join(self._state.local.run, self._state.local.ran)
-            case Relist():
+            case lifecycle.Relist():
                 log.warning("this node's key is gone, its world is not: the key is put back")
                 self._membership.relist(self._state)
-            case Exit():
+            case lifecycle.Exit():
                 self._exit = action
-            case SetTimer(at):
+            case lifecycle.SetTimer(at):
                 self._timer.cancel()
                 if at is not None:
-                    self._timer.start(at - self._loop.time(), self._inbox.put, Tick())
-            case Log(decision):
+                    self._timer.start(at - self._loop.time(), self._inbox.put, lifecycle.Tick())
+            case lifecycle.Log(decision):
                 self._log_reason(decision)
 
     def _log_reason(self, decision: Decision) -> None:
@@ -527,7 +500,7 @@ class Agent:
         """Whether a world is about to begin, and this node waits for it."""
         now = self._state.view.round if self._state.view else None
         forming = now is not None and now.phase not in (Phase.FINAL, Phase.CLOSED)
-        return forming and self._state.life is Life.MEMBER
+        return forming and self._state.life is lifecycle.Life.MEMBER
 
     def _remind(self) -> None:
         """Say what it waits for, and that it still waits."""
@@ -539,29 +512,29 @@ class Agent:
             log.info("waiting for %.0f s: %s", seconds, self._state.logged)
         self._reminder.start(_STILL_WAITS, self._remind)
 
-    def _begin_write(self, write: Write) -> None:
+    def _begin_write(self, write: lifecycle.Write) -> None:
         now = self._state.view.round if self._state.view else None
         offer = None
         if now and now.phase is Phase.JOINABLE and isinstance(write.what, Ack):
             offer = partial(self._workers.offer, now.generation, self._membership.reached)
         self._membership.write(self._state, write, offer)
 
-    async def _publish(self, asked: Publish) -> None:
+    async def _publish(self, asked: lifecycle.Publish) -> None:
         ok = await self._membership.publish(asked.txn)
-        self._inbox.put(Published(asked.by, ok))
+        self._inbox.put(lifecycle.Published(asked.by, ok))
 
-    def _stop(self, stop: StopWorkers) -> None:
+    def _stop(self, stop: lifecycle.StopWorkers) -> None:
         grace, by = stop.grace, stop.by
         seconds = self._seconds(grace) if stop.seconds is None else stop.seconds
-        if grace is Grace.FAILURE and self._workers.finished:  # what they do is not spoilt
-            seconds = self._seconds(Grace.CHANGE)
-        if grace is Grace.LEAVE and seconds is not None:
+        if grace is lifecycle.Grace.FAILURE and self._workers.finished:
+            seconds = self._seconds(lifecycle.Grace.CHANGE)  # what they do is not spoilt
+        if grace is lifecycle.Grace.LEAVE and seconds is not None:
             seconds = min(seconds, self._time_left())
         if by is not None:
             assert seconds is not None
             log.warning("%s: the workers are stopped (--when-cut-off stop)", _CUT_OFF)
             seconds = max(0.0, min(seconds, by - self._loop.time()))
-        park = self._config.park_timeout if grace is Grace.FAILURE else None
+        park = self._config.park_timeout if grace is lifecycle.Grace.FAILURE else None
         self._workers.stop(seconds, self._notice(grace), park)
 
     @property
@@ -569,17 +542,17 @@ class Agent:
         """The job's, and this node's own before it has joined."""
         return self._state.limits or self._config.limits
 
-    def _seconds(self, grace: Grace) -> float | None:
+    def _seconds(self, grace: lifecycle.Grace) -> float | None:
         """How long workers have; None: as long as they need."""
         given = self._config.shutdown_timeout
         match grace:
-            case Grace.LEAVE:
+            case lifecycle.Grace.LEAVE:
                 return self._limits.leave_deadline
-            case Grace.JOIN:
+            case lifecycle.Grace.JOIN:
                 return None
-            case Grace.CHANGE | Grace.CUT_OFF:
+            case lifecycle.Grace.CHANGE | lifecycle.Grace.CUT_OFF:
                 return GRACE_CHANGE if given is None else given
-            case Grace.FAILURE:
+            case lifecycle.Grace.FAILURE:
                 return GRACE_FAILURE if given is None else given
 
     def _time_left(self) -> float:
@@ -588,27 +561,30 @@ class Agent:
             return math.inf
         return max(0.0, self._goes_at - LEAVE_TIMEOUT - self._loop.time())
 
-    def _notice(self, grace: Grace) -> Change | Interrupt:
+    def _notice(self, grace: lifecycle.Grace) -> Change | Interrupt:
         """Only a world that is whole can stop at a step that all its ranks agree on."""
         generation = self._workers.generation
-        if grace is Grace.CUT_OFF:
+        if grace is lifecycle.Grace.CUT_OFF:
             return Interrupt(generation, _CUT_OFF)
-        if self._state.local.leaving and grace is Grace.LEAVE:
+        if self._state.local.leaving and grace is lifecycle.Grace.LEAVE:
             return Change(generation, "this node is leaving", leaving=True)
-        if self._state.local.leaving and grace is Grace.CHANGE:
+        if self._state.local.leaving and grace is lifecycle.Grace.CHANGE:
             return Change(generation, "the job is to stop", leaving=False)
-        if grace in (Grace.CHANGE, Grace.JOIN) and self._state.life is not Life.LEAVING:
+        if (
+            grace in (lifecycle.Grace.CHANGE, lifecycle.Grace.JOIN)
+            and self._state.life is not lifecycle.Life.LEAVING
+        ):
             return Change(generation, self._state.logged, leaving=False)
         return Interrupt(generation, self._why_broken())
 
     def _why_broken(self) -> str:
         """The cause for which workers are stopped; what is logged may be from before that."""
         state = self._state
-        if isinstance(state.result, Failed) and self._world_stands:
+        if isinstance(state.result, lifecycle.Failed) and self._world_stands:
             return str(state.result.failure)
-        if isinstance(state.ending, Over | Error | Outdated):
+        if isinstance(state.ending, lifecycle.Over | lifecycle.Error | lifecycle.Outdated):
             return state.ending.reason
-        return "this node has lost its lease" if state.life is Life.LOST else state.logged
+        return "this node has lost its lease" if state.life is lifecycle.Life.LOST else state.logged
 
     @property
     def _world_stands(self) -> bool:
@@ -652,7 +628,7 @@ class Agent:
     def _begin_to_leave(self) -> None:
         if not self._state.local.leaving:
             self._workers.tell_leaving(self._signal)  # before they get it
-            self._inbox.put(Signalled())
+            self._inbox.put(lifecycle.Signalled())
 
     def _take_notice(self, notice: Notice) -> None:
         """Leave; the signal that often follows a notice is no second one."""
@@ -665,24 +641,24 @@ class Agent:
                 self._workers.stop(self._time_left())  # of two words the shorter counts
         self._begin_to_leave()
 
-    async def _leave(self, end: Exit) -> int:
+    async def _leave(self, end: lifecycle.Exit) -> int:
         """End; gives the exit code. Raises the error that the user is to see."""
         local = self._state.local
         match end.why:
-            case Left():
+            case lifecycle.Left():
                 await self._workers.end("this node is leaving")
                 if local.lease:
                     await self._membership.leave(self._state)
                 outcome = self._state.view.outcome if self._state.view else None
                 succeeded = outcome and (outcome.run, outcome.state) == (local.run, _SUCCEEDED)
                 return 0 if succeeded else self._unfinished(local.run)
-            case Error(reason):
+            case lifecycle.Error(reason):
                 await self._workers.end(reason)
                 raise self._error or ElasticEtcdError(reason)
-            case Outdated() as outdated:
+            case lifecycle.Outdated() as outdated:
                 await self._workers.end(outdated.reason)
                 raise self._error or NewerFormat(f"job {self._config.job}: {outdated.reason}")
-            case Over(reason, run):
+            case lifecycle.Over(reason, run):
                 await self._workers.end(reason)
                 return await self._over(local.run or run, reason)
 
@@ -717,7 +693,7 @@ class Agent:
             outcome = await self._membership.outcome(run)
         if outcome is None:
             raise ElasticEtcdError(f"job {self._config.job}: {reason}, this node was cut off")
-        await self._step(JobEnded(outcome))
+        await self._step(lifecycle.JobEnded(outcome))
         code = _exit_code(outcome, await self._report() if self._first else [])
         if (
             outcome.state == _SUCCEEDED

@@ -15,18 +15,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from elastic_etcd.core.schema import (
-    LARGEST,
-    MOST_SECONDS,
-    MOST_SIZES,
-    MOST_STALLED,
-    PARTS,
-    Limits,
-    valid_address,
-    valid_job,
-    valid_prefix,
-    wrong_label,
-)
+from elastic_etcd.core import schema
 from elastic_etcd.errors import UsageError
 
 if TYPE_CHECKING:
@@ -35,7 +24,7 @@ if TYPE_CHECKING:
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
-def nnodes(text: str) -> Limits:
+def nnodes(text: str) -> schema.Limits:
     """`N`, `MIN:MAX`, or all sizes that a world may have, `2,4,8`."""
     if not re.fullmatch(r"\d{1,9}(:\d{1,9}|(,\d{1,9})+)?", text.strip()):
         raise ArgumentTypeError(
@@ -46,24 +35,24 @@ def nnodes(text: str) -> Limits:
     if not all(numbers):
         raise ArgumentTypeError(f"{text}: at least 1 node is needed to train")
     if "," in text:
-        return Limits(least, most, sizes=_ascending(text, numbers))
+        return schema.Limits(least, most, sizes=_ascending(text, numbers))
     if least > most:
         raise ArgumentTypeError(f"{text}: MIN is above MAX; did you mean {most}:{least}?")
-    return Limits(least, most)
+    return schema.Limits(least, most)
 
 
 def _ascending(text: str, numbers: list[int]) -> tuple[int, ...]:
     """These sizes, if each is above the one before it."""
     right = sorted(set(numbers))
-    if len(right) > MOST_SIZES:
-        raise ArgumentTypeError(f"{len(right)} sizes are more than {MOST_SIZES}")
+    if len(right) > schema.MOST_SIZES:
+        raise ArgumentTypeError(f"{len(right)} sizes are more than {schema.MOST_SIZES}")
     if numbers != right:
         meant = ",".join(map(str, right))
         raise ArgumentTypeError(f"{text}: each size once, from small to large: {meant}")
     return tuple(numbers)
 
 
-def in_multiples(asked: Limits, step: int) -> Limits:
+def in_multiples(asked: schema.Limits, step: int) -> schema.Limits:
     """These limits with multiples of `step` only. Raises UsageError if none is asked for."""
     if step == 1:
         return asked
@@ -79,8 +68,8 @@ def in_multiples(asked: Limits, step: int) -> Limits:
 
 def job_id(text: str) -> str:
     """A job's id, which is one part of a key in etcd."""
-    if not valid_job(text):
-        means = f", where {text} means something else" if text in PARTS else ""
+    if not schema.valid_job(text):
+        means = f", where {text} means something else" if text in schema.PARTS else ""
         raise ArgumentTypeError(
             f"{text[:140]!r}: a job id is 1 to 128 letters, digits, '.', '_' or '-'; it becomes a "
             f"part of a key in etcd{means}"
@@ -90,8 +79,8 @@ def job_id(text: str) -> str:
 
 def prefix(text: str) -> str:
     """A prefix of keys: `/a` or `/a/b`."""
-    if not valid_prefix(text):
-        parts = [part for part in text.split("/") if part in PARTS]
+    if not schema.valid_prefix(text):
+        parts = [part for part in text.split("/") if part in schema.PARTS]
         own = f"; {parts[0]} is a part of a job's own keys" if parts else ""
         raise ArgumentTypeError(
             f"{text[:140]!r}: a prefix is '/' and letters, digits, '.', '_' or '-', once or "
@@ -128,14 +117,14 @@ def address(text: str) -> str:
             return str(ipaddress.ip_network(text, strict=False))
         except ValueError:
             raise ArgumentTypeError(f"{text[:140]!r} is no network in CIDR form") from None
-    if not valid_address(text):
+    if not schema.valid_address(text):
         raise ArgumentTypeError(f"{text[:140]!r} is neither a host name nor an IP address")
     _check_labels(text)
     return text
 
 
 def _check_labels(host: str) -> None:
-    if why := wrong_label(host):
+    if why := schema.wrong_label(host):
         raise ArgumentTypeError(f"{host[:140]!r}: {why}")
 
 
@@ -145,7 +134,7 @@ def listening(text: str) -> tuple[str, int]:
     if colon and not host:
         raise ArgumentTypeError(f"{text}: say 0.0.0.0{text} for all addresses of this machine")
     host = host.removeprefix("[").removesuffix("]") if colon else "127.0.0.1"
-    if not valid_address(host) or natural(port) >= 1 << 16:
+    if not schema.valid_address(host) or natural(port) >= 1 << 16:
         raise ArgumentTypeError(f"{text[:140]} is neither PORT nor HOST:PORT")
     _check_labels(host)
     return host, natural(port)
@@ -165,7 +154,7 @@ def notices(text: str) -> str:
 
 def natural(text: str) -> int:
     """An integer of at least 0."""
-    if not re.fullmatch(r"\d{1,30}", text.strip()) or int(text) > LARGEST:
+    if not re.fullmatch(r"\d{1,30}", text.strip()) or int(text) > schema.LARGEST:
         raise ArgumentTypeError(f"{text[:140]} is not a whole number of at least 0")
     return int(text)
 
@@ -186,8 +175,8 @@ def exit_code(text: str) -> int:
 
 def no_progress(text: str) -> int:
     """A number of restarts: 0 to MOST_STALLED."""
-    if natural(text) > MOST_STALLED:
-        raise ArgumentTypeError(f"{text} is above {MOST_STALLED}")
+    if natural(text) > schema.MOST_STALLED:
+        raise ArgumentTypeError(f"{text} is above {schema.MOST_STALLED}")
     return int(text)
 
 
@@ -216,7 +205,7 @@ def compare_every(text: str) -> str:
 def straggler_factor(text: str) -> float:
     """A number above 1; 0 for off."""
     value = 0.0 if text == "off" else _number(text)
-    if value and not 1 < value < MOST_SECONDS:
+    if value and not 1 < value < schema.MOST_SECONDS:
         raise ArgumentTypeError(f"{text} is not a number above 1, or off")
     return value
 
@@ -224,7 +213,7 @@ def straggler_factor(text: str) -> float:
 def seconds(text: str) -> float:
     """A number of seconds of at least 0."""
     value = _number(text)
-    if not 0 <= value < MOST_SECONDS:
+    if not 0 <= value < schema.MOST_SECONDS:
         raise ArgumentTypeError(f"{text} is not a number of seconds of at least 0")
     return value
 

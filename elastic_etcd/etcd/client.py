@@ -17,20 +17,7 @@ from typing import Generic, Never, Self
 
 from elastic_etcd.core.txn import Delete, Get, KeyValue, Put, Snapshot, Txn
 from elastic_etcd.errors import ForkedClient, UsageError
-from elastic_etcd.etcd import faults, wire
-from elastic_etcd.etcd._grpc import (
-    AUTHENTICATE,
-    LEASE_GRANT,
-    LEASE_REVOKE,
-    RANGE,
-    TXN,
-    Answer,
-    Certificates,
-    Request,
-    Rpc,
-    certificates,
-    credentials_of,
-)
+from elastic_etcd.etcd import _grpc, faults, wire
 from elastic_etcd.etcd.access import EtcdConfig, first_line
 from elastic_etcd.etcd.connection import Connection, Metadata, Stream
 from elastic_etcd.etcd.faults import (
@@ -143,11 +130,11 @@ class Login:
 
 
 @dataclass(slots=True)
-class Call(Generic[Request, Answer]):
+class Call(Generic[_grpc.Request, _grpc.Answer]):
     """A request that is repeated until it is answered, or its deadline is over."""
 
-    rpc: Rpc[Request, Answer]
-    request: Request
+    rpc: _grpc.Rpc[_grpc.Request, _grpc.Answer]
+    request: _grpc.Request
     what: str  # it is about, for messages
     attempts: Attempts
     began: float = field(default_factory=now)
@@ -181,8 +168,8 @@ class Client:
         self.refusals = Refusals()
         self._config = config
         self._on_answer = on_answer
-        self._credentials = credentials_of(certificates(config))
-        self._reading: asyncio.Future[Certificates | None] | None = None  # it may take long
+        self._credentials = _grpc.credentials_of(_grpc.certificates(config))
+        self._reading: asyncio.Future[_grpc.Certificates | None] | None = None  # it may take long
         self._login = Login(config)
         self._pid = os.getpid()
         self._at = jitter.randrange(len(self.endpoints))  # agents spread over the members
@@ -216,7 +203,7 @@ class Client:
         request = wire.txn_request(txn)
         keys = [part.key for part in (*txn.then, *txn.compare, *txn.otherwise)]
         what = keys[0] if keys else "nothing"
-        answer, applied = await self.call(TXN, request, what, _deadline(timeout))
+        answer, applied = await self.call(_grpc.TXN, request, what, _deadline(timeout))
         writes = any(isinstance(operation, Put | Delete) for operation in txn.then)
         return TxnResult(
             answer.succeeded, answer.header.revision, writes and applied, wire.gets(answer)
@@ -250,7 +237,7 @@ class Client:
         It gets the id `lease`, if that is given. Raises LeaseExists.
         """
         request = pb.LeaseGrantRequest(ttl=ttl, id=lease)
-        answer, _ = await self.call(LEASE_GRANT, request, "a lease", _deadline(timeout))
+        answer, _ = await self.call(_grpc.LEASE_GRANT, request, "a lease", _deadline(timeout))
         return LeaseGrant(answer.id, answer.ttl)
 
     async def revoke(self, lease: int, timeout: float | None = None) -> None:
@@ -258,11 +245,15 @@ class Client:
         request = pb.LeaseRevokeRequest(id=lease)
         what = f"lease {lease:x}"
         with suppress(LeaseNotFound):
-            await self.call(LEASE_REVOKE, request, what, _deadline(timeout))
+            await self.call(_grpc.LEASE_REVOKE, request, what, _deadline(timeout))
 
     async def call(
-        self, rpc: Rpc[Request, Answer], request: Request, what: str, deadline: float
-    ) -> tuple[Answer, bool]:
+        self,
+        rpc: _grpc.Rpc[_grpc.Request, _grpc.Answer],
+        request: _grpc.Request,
+        what: str,
+        deadline: float,
+    ) -> tuple[_grpc.Answer, bool]:
         """The answer, and whether an earlier attempt may have been applied as well.
 
         `what` is the key or lease that the request is about, for messages.
@@ -279,12 +270,12 @@ class Client:
     @asynccontextmanager
     async def stream(
         self,
-        rpc: Rpc[Request, Answer],
+        rpc: _grpc.Rpc[_grpc.Request, _grpc.Answer],
         what: str,
         metadata: Metadata = (),
         *,
         login: bool = True,
-    ) -> AsyncIterator[Stream[Request, Answer]]:
+    ) -> AsyncIterator[Stream[_grpc.Request, _grpc.Answer]]:
         """A stream on the current connection, with `login` by a user who has logged in.
 
         Inside, Unanswered gives the endpoint up if it is to blame, and TokenRefused means
@@ -324,7 +315,7 @@ class Client:
         if reading.done() and reading is self._reading:
             self._reading = None
             if files := reading.result():
-                self._credentials = credentials_of(files)
+                self._credentials = _grpc.credentials_of(files)
 
     def give_up(self, connection: Connection, why: str = "given up") -> None:
         """Leave `connection`, which is silent: all that is on it moves to the next endpoint.
@@ -339,7 +330,7 @@ class Client:
         self._retired = {old for old in self._retired if not old.closed} | {connection}
         connection.retire(why)
 
-    async def _attempt(self, call: Call[Request, Answer]) -> Answer:
+    async def _attempt(self, call: Call[_grpc.Request, _grpc.Answer]) -> _grpc.Answer:
         """Make one attempt at the current endpoint. Raises Unanswered, EtcdDenied, EtcdRefused."""
         patience = call.attempts.growing(jitter.uniform(*ATTEMPT_TIMEOUT))
         try:
@@ -350,7 +341,7 @@ class Client:
                 call.why = error.reason
             raise
 
-    async def _ask(self, call: Call[Request, Answer], patience: float) -> Answer:
+    async def _ask(self, call: Call[_grpc.Request, _grpc.Answer], patience: float) -> _grpc.Answer:
         token = await self._token(call.attempts.deadline)
         connection = await self.connected()
         limit = min(patience, _left(call.attempts.deadline))
@@ -373,7 +364,7 @@ class Client:
         connection = await self.connected()
         limit = min(LOGIN_TIMEOUT, _left(deadline))
         try:
-            answer = await connection.unary(AUTHENTICATE, request, limit, ())
+            answer = await connection.unary(_grpc.AUTHENTICATE, request, limit, ())
         except (RpcFailed, Unanswered) as error:
             if isinstance(error, RpcFailed) and error.details == faults.AUTH_NOT_ENABLED:
                 return ""  # as etcdctl: a user who is not asked for is no error
@@ -415,17 +406,17 @@ class Client:
                     break
                 request.key = page.kvs[-1].key + b"\0"
                 request.revision = header.revision
-                page, _ = await self.call(RANGE, request, what, deadline)
+                page, _ = await self.call(_grpc.RANGE, request, what, deadline)
         return Listing(Snapshot(header.revision, found), header.cluster_id, header.raft_term)
 
     async def _first_pages(
         self, asked: Sequence[pb.RangeRequest], what: str, deadline: float
     ) -> tuple[pb.Header, Sequence[pb.RangeResponse]]:
         if len(asked) == 1:  # not as a Txn: see "panics" in docs/failures.md
-            only, _ = await self.call(RANGE, asked[0], what, deadline)
+            only, _ = await self.call(_grpc.RANGE, asked[0], what, deadline)
             return only.header, [only]
         request = pb.TxnRequest(success=[pb.RequestOp(range=page) for page in asked])
-        several, _ = await self.call(TXN, request, what, deadline)
+        several, _ = await self.call(_grpc.TXN, request, what, deadline)
         return several.header, [answer.range for answer in several.responses]
 
     def _check_process(self) -> None:
@@ -436,10 +427,10 @@ class Client:
             )
 
 
-def _certificates(config: EtcdConfig) -> Certificates | None:
+def _certificates(config: EtcdConfig) -> _grpc.Certificates | None:
     """The certificates as they are now; None if one can't be read, or is none."""
     try:
-        return certificates(config)
+        return _grpc.certificates(config)
     except UsageError:
         return None
 

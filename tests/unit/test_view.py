@@ -201,14 +201,31 @@ outcomes = st.builds(
 )
 
 
-@given(specs)
-def test_spec(spec: Spec) -> None:
-    assert decode(Spec, encode(spec)) == spec
-
-
-@given(members)
-def test_member(member: Member) -> None:
-    assert decode(Member, encode(member), lease=member.lease) == member
+@pytest.mark.parametrize(
+    ("values", "of_its_key"),
+    [
+        pytest.param(specs, (), id="specs"),
+        pytest.param(members, ("lease",), id="members"),
+        pytest.param(rounds, (), id="rounds"),
+        pytest.param(pages, (), id="pages"),
+        pytest.param(ledgers, (), id="ledgers"),
+        pytest.param(acks, ("lease",), id="acks"),
+        pytest.param(reports, ("lease", "revision"), id="reports"),
+        pytest.param(steps, ("lease",), id="steps"),
+        pytest.param(hangs, (), id="hangs"),
+        pytest.param(step_times, ("lease",), id="step_times"),
+        pytest.param(stragglers, (), id="stragglers"),
+        pytest.param(divergences, (), id="divergences"),
+        pytest.param(outcomes, (), id="outcomes"),
+    ],
+)
+@given(data=st.data())
+def test_what_is_encoded_is_decoded(
+    values: st.SearchStrategy[Any], of_its_key: tuple[str, ...], data: st.DataObject
+) -> None:
+    value = data.draw(values)
+    from_key = {name: getattr(value, name) for name in of_its_key}
+    assert decode(type(value), encode(value), **from_key) == value
 
 
 @pytest.mark.parametrize(
@@ -231,16 +248,6 @@ def test_a_contact_is_an_ip_address_a_port_and_a_nonce(wrong: dict[str, object])
         decode(Member, json.dumps(member | {"contact": contact | wrong}), lease=1)
 
 
-@given(rounds)
-def test_round(now: Round) -> None:
-    assert decode(Round, encode(now)) == now
-
-
-@given(pages)
-def test_page(page: Page) -> None:
-    assert decode(Page, encode(page)) == page
-
-
 @pytest.mark.parametrize(
     "damage",
     [
@@ -254,52 +261,6 @@ def test_page(page: Page) -> None:
 def test_no_page(damage: list[object]) -> None:
     with pytest.raises(ValueError, match="participants"):
         decode(Page, json.dumps({"v": 1, "generation": 1, "participants": damage}))
-
-
-@given(ledgers)
-def test_ledger(ledger: Ledger) -> None:
-    assert decode(Ledger, encode(ledger)) == ledger
-
-
-@given(acks)
-def test_ack(ack: Ready) -> None:
-    assert decode(Ready, encode(ack), lease=ack.lease) == ack
-
-
-@given(reports)
-def test_report(report: Report) -> None:
-    from_key = {"lease": report.lease, "revision": report.revision}
-    assert decode(Report, encode(report), **from_key) == report
-
-
-@given(steps)
-def test_steps(found: NodeSteps) -> None:
-    assert decode(NodeSteps, encode(found), lease=found.lease) == found
-
-
-@given(hangs)
-def test_hang(hang: Hang) -> None:
-    assert decode(Hang, encode(hang)) == hang
-
-
-@given(step_times)
-def test_step_time(found: StepTime) -> None:
-    assert decode(StepTime, encode(found), lease=found.lease) == found
-
-
-@given(stragglers)
-def test_stragglers(found: Stragglers) -> None:
-    assert decode(Stragglers, encode(found)) == found
-
-
-@given(divergences)
-def test_divergence(found: Divergence) -> None:
-    assert decode(Divergence, encode(found)) == found
-
-
-@given(outcomes)
-def test_outcome(outcome: Outcome) -> None:
-    assert decode(Outcome, encode(outcome)) == outcome
 
 
 @pytest.mark.parametrize(
