@@ -66,7 +66,7 @@ class SteeredJob(query.Job):
             view = self.view_of(seen)
             if view.newer:
                 raise NewerFormat(Outdated(view.newer).reason)
-            if older := older_format(self.keys, seen, view):
+            if older := older_format(self.keys, seen):
                 runs = f"job {self.name} is run by an older elastic_etcd (format {older})"
                 raise ElasticEtcdError(f"{runs}, which could not read this: use its own command")
             there = view.wanted or Requests()

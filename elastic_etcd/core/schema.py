@@ -882,6 +882,20 @@ def format_of(text: str) -> int:
     return max((v for v in versions if 0 <= v <= LARGEST), default=0)
 
 
+def names_a_run(text: str) -> bool:
+    """True if `text` is a spec, as far as any version's has a run and limits."""
+    try:
+        msgspec.json.decode(text, type=_Begun)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return False
+    return True
+
+
+class _Begun(Struct):
+    run: str
+    limits: dict[str, Any]
+
+
 class _Versioned(Struct):
     v: Any = 0
     min_version: Any = 0

@@ -88,7 +88,7 @@ def join(
     view = view_of(seen, keys, Everything())
     if view.newer:  # whoever writes a round writes the ledger, too, so that this one sees it
         return Outdated(view.newer)
-    if older := older_format(keys, seen, view):
+    if older := older_format(keys, seen):
         runs = f"an older elastic_etcd (format {older}) runs it"
         return f"{runs}; this one writes format {schema.VERSION}"
     if not (again or rerun) and (over := succeeded(keys, seen, spec.command)):
@@ -124,12 +124,13 @@ def join(
     return Txn(fence, (_put_member(keys, member, known.run, view), *renewed))
 
 
-def older_format(keys: schema.Keys, seen: Snapshot, view: View) -> int:
+def older_format(keys: schema.Keys, seen: Snapshot) -> int:
     """Return the format version of the job's run if that is older than this program's, else 0.
 
-    A spec that can't be read is nobody's word, whatever it says of its version.
+    A spec that names no run is spoilt, whatever it says of its version.
     """
-    told = schema.format_of(seen.kvs[keys.spec].value) if view.spec else 0
+    text = seen.kvs[keys.spec].value if keys.spec in seen.kvs else ""
+    told = schema.format_of(text) if schema.names_a_run(text) else 0
     return told if told < schema.VERSION else 0
 
 
