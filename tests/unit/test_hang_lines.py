@@ -242,11 +242,30 @@ def test_a_hang_in_one_line(ranks: list[At], line: str, culprit: int | None) -> 
     assert (found.line, found.rank, found.alarm) == (line, culprit, True)
 
 
-@pytest.mark.parametrize("doing", sorted(hangs.MAY_LAST))
-def test_what_may_last_is_waited_for(doing: RankDoing) -> None:
-    found = hangs.judged(ASKED, world(4, rank(0, 1042, doing, 90.0)))
-    expected = f"ranks 1-3 on n1 wait in step 1042 for rank 0 on n1 ({doing}, for 90 s)"
-    assert (found.line, found.alarm, found.rank) == (expected, False, None)
+@pytest.mark.parametrize(
+    ("ranks", "line"),
+    [
+        *(
+            (
+                world(4, rank(0, step, doing, 90.0)),
+                f"ranks 1-3 on n1 wait in step 1042 for rank 0 on n1 ({doing}, for 90 s)",
+            )
+            for step, stages in ((1042, hangs.MAY_LAST), (1, (STARTING, RankDoing.INIT)))
+            for doing in sorted(stages)
+        ),
+        (
+            world(2, rank(0, 1042, RankDoing.QUIET, 90.0, "evaluation")),
+            "rank 1 on n1 waits in step 1042 for rank 0 on n1 (quiet: evaluation, for 90 s)",
+        ),
+        (  # Their steps cannot be compared.
+            world(4, rank(0, 1044, RankDoing.SAVE, 90.0, told=True), rank(3, 40)),
+            "ranks 1-3 on n1 wait in steps 40 to 1042 for rank 0 on n1 (save, for 90 s)",
+        ),
+    ],
+)
+def test_what_may_last_is_waited_for(ranks: list[At], line: str) -> None:
+    found = hangs.judged(ASKED, ranks)
+    assert (found.line, found.alarm, found.rank) == (line, False, None)
 
 
 @pytest.mark.parametrize("doing", sorted({*hangs.MAY_LAST} - {*hangs.STARTS}))
@@ -296,21 +315,6 @@ def test_f3_who_works_on_after_others_have_ended_does_not_hang() -> None:
     assert hangs.answer(first, ranks) == replace(first, number=3, evidence=True)
 
 
-@pytest.mark.parametrize("doing", [RankDoing.STARTING, RankDoing.INIT])
-def test_who_begins_is_waited_for(doing: RankDoing) -> None:
-    found = hangs.judged(ASKED, world(4, rank(0, 1, doing, 90.0)))
-    expected = f"ranks 1-3 on n1 wait in step 1042 for rank 0 on n1 ({doing}, for 90 s)"
-    assert (found.line, found.alarm) == (expected, False)
-
-
-def test_what_may_last_is_waited_for_where_steps_cannot_be_compared() -> None:
-    others = rank(0, 1044, RankDoing.SAVE, 90.0, told=True), rank(3, 40)
-    found = hangs.judged(ASKED, world(4, *others))
-    assert found.line == (
-        "ranks 1-3 on n1 wait in steps 40 to 1042 for rank 0 on n1 (save, for 90 s)"
-    )
-
-
 @pytest.mark.parametrize("step", [1040, 1042])
 def test_who_does_not_answer_may_be_quiet(step: int) -> None:
     """Its agent is cut off from etcd; if that lasts, its lease ends."""
@@ -318,14 +322,6 @@ def test_who_does_not_answer_may_be_quiet(step: int) -> None:
     assert found.line.startswith("ranks 0-3 on n1 and 4-5 on n2 wait in step")
     assert found.line.endswith("for ranks 6-7 on n2 (no answer)")
     assert (found.alarm, found.rank) == (False, None)
-
-
-def test_what_is_quiet_says_what_it_does() -> None:
-    quiet = rank(0, 1042, RankDoing.QUIET, 90.0, "evaluation")
-    found = hangs.judged(ASKED, world(2, quiet))
-    assert found.line == (
-        "rank 1 on n1 waits in step 1042 for rank 0 on n1 (quiet: evaluation, for 90 s)"
-    )
 
 
 def test_who_waits_for_one_that_moves_again_is_not_behind() -> None:
